@@ -7,13 +7,17 @@ in one line, in the words of the command line.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import inspect
 import operator
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from enqueuer.common.extras import install_command
 from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
 
 # Messages advise options of Python, which have other names on the command line.
@@ -88,16 +92,26 @@ _EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C
 
 
 def add_command(
-    commands: Commands, name: str, help: str, description: str, examples: str
+    commands: Commands, run: Callable[[argparse.Namespace], int], extra: str = ""
 ) -> argparse.ArgumentParser:
-    """Add a command, whose help ends with examples, and return its parser."""
+    """Add a command, and return its parser.
+
+    Args:
+        commands: The commands.
+        run: Function that runs it. The command has its name, and its docstring is the help.
+        extra: Extra of this package that the command needs.
+    """
+    # With -OO, Python has no docstrings.
+    text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
+    title = text.partition(".\n")[0]
     command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=f"examples:\n{examples}\n{_EXIT_CODES}",
+        run.__name__.strip("_"),
+        help=title[:1].lower() + title[1:],
+        description=f"{text}\nWhat it needs: {install_command(extra)}" if extra else text,
+        epilog=(f"examples:\n{examples}\n\n" if examples else "") + _EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    command.set_defaults(run=run)
     return command
 
 
@@ -112,10 +126,15 @@ def add_source(command: argparse.ArgumentParser, kind: str) -> None:
 
 
 def add_number(
-    command: argparse.ArgumentParser, option: str, help: str, default: int | None = None
+    command: argparse.ArgumentParser,
+    option: str,
+    help: str,
+    default: int | None = None,
+    least: int = 1,
 ) -> None:
-    """Add an option that takes a whole number from 1 on."""
-    command.add_argument(option, type=positive, default=default, metavar="N", help=help)
+    """Add an option that takes a whole number from `least` on."""
+    read = functools.partial(whole_number, least=least)
+    command.add_argument(option, type=read, default=default, metavar="N", help=help)
 
 
 def add_backend(
@@ -123,11 +142,6 @@ def add_backend(
 ) -> None:
     """Add `--backend`."""
     command.add_argument("--backend", choices=("thread", "process"), default=default, help=help)
-
-
-def add_seed(command: argparse.ArgumentParser, help: str, default: int | None = None) -> None:
-    """Add `--seed`."""
-    command.add_argument("--seed", type=not_negative, default=default, metavar="N", help=help)
 
 
 def add_flag(command: argparse.ArgumentParser, option: str, help: str) -> None:
@@ -142,23 +156,14 @@ def add_names(
     command.add_argument(option, type=names, default=default, metavar="A,B", help=help)
 
 
-def positive(text: str) -> int:
-    """Read a whole number from 1 on."""
-    return _integer(text, minimum=1)
-
-
-def not_negative(text: str) -> int:
-    """Read a whole number from 0 on."""
-    return _integer(text, minimum=0)
-
-
-def _integer(text: str, minimum: int) -> int:
+def whole_number(text: str, least: int) -> int:
+    """Read a whole number from `least` on."""
     try:
         number = int(text)
     except ValueError:
-        number = minimum - 1
-    if number < minimum:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= {minimum}, got {text!r}")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}")
     return number
 
 

@@ -1,19 +1,26 @@
-"""The commands `enqueuer demo`, `enqueuer report` and `enqueuer bench`.
+"""The commands `enqueuer demo`, `pack`, `inspect`, `report` and `bench`.
 
-demo:    a small training, with the enqueuer and without it
-report:  a trace -> a page, and the same in a few lines
-bench:   a generator function -> its speed on threads and processes, and how to run it best
+demo:     a small training, with the enqueuer and without it
+pack:     a generator function -> an HDF5 file
+inspect:  an HDF5 file -> its keys, sizes and statistics, as a table or as JSON
+report:   a trace -> a page, and the same in a few lines
+bench:    a generator function -> its speed on threads and processes, and how to run it best
 
-`bench` shows the current measurement if standard error is a terminal.
+The docstring of a command's function is its help. `bench` shows the current measurement if standard
+error is a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from enqueuer.cli.arguments import (
     Commands,
@@ -21,66 +28,48 @@ from enqueuer.cli.arguments import (
     add_backend,
     add_command,
     add_flag,
+    add_names,
     add_number,
-    add_seed,
     add_source,
     load_source,
     seconds,
 )
-from enqueuer.common.extras import install_command
-from enqueuer.common.text import pluralize, printable
+from enqueuer.common.text import pluralize, printable, size, table
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring import usage
+from enqueuer.monitoring.progress import bar
 from enqueuer.tools import bench, demo
 from enqueuer.tools.trace_report import in_lines, numbers_of, page, read
+from enqueuer.workers.shards import Shard, fresh_seed
 
-_REPORT_EXAMPLES = """\
-  enqueuer report run.json
-      write run.html, and print its numbers in a few lines
-  enqueuer report run.json -o pages/first.html
-      write it elsewhere
+if TYPE_CHECKING:
+    from enqueuer.datasets.hdf5 import Column, Description, Summary
 
-To see single items and errors, open the trace itself at https://ui.perfetto.dev.
-"""
-
-_BENCH_EXAMPLES = """\
-  enqueuer bench mydata:batches
-      run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
-  enqueuer bench mydata:batches --consume 20ms
-      the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
-  enqueuer bench mydata:batches --json > bench.json
-      all numbers, for other programs
-"""
+# Most characters of an attribute.
+_LONGEST_VALUE = 60
+_HEAD = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean", "max")
 
 
 def add_demo(commands: Commands) -> None:
     """Add `demo` and its options."""
-    command = commands.add_parser(
-        "demo",
-        help="train on images that workers read and augment, and compare with a plain loop",
-        description=(
-            "Train a small network on scikit-learn's handwritten digits, which workers read from "
-            "image files and augment; then do the same without the enqueuer, and compare. "
-            "In both, numpy multiplies matrices on one thread. "
-            "Downloads nothing and leaves nothing behind. "
-            f"What it needs: {install_command('demo')}"
-        ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    command = add_command(commands, _demo, extra="demo")
+    add_number(
+        command, "--workers", "number of threads or processes that make batches (default: 2)", 2
     )
-    add_number(command, "--workers", "number of threads or processes that make batches", 2)
-    add_number(command, "--epochs", "number of passes through the training images", 8)
-    add_number(command, "--batch-size", "number of images in a batch", 64)
-    add_backend(command, default="process")
-    add_seed(
-        command,
-        help="seed of everything random: the same seed gives the same result, with any workers",
-        default=7,
-    )
-    command.set_defaults(run=_demo)
+    add_number(command, "--epochs", "number of passes through the training images (default: 8)", 8)
+    add_number(command, "--batch-size", "number of images in a batch (default: 64)", 64)
+    add_backend(command, "process", "kind of the workers (default: process)")
+    seed = "seed of everything random: the same seed gives the same result, with any workers"
+    add_number(command, "--seed", f"{seed} (default: 7)", 7, least=0)
 
 
 def _demo(options: argparse.Namespace) -> int:
-    """Run the demo, and print the measurements."""
+    """Train on images that workers read and augment, and compare with a plain loop.
+
+    A small network learns scikit-learn's handwritten digits, which workers read from image files
+    and augment. Then the same is done without the enqueuer. In both, numpy multiplies matrices on
+    one thread. The command downloads nothing and leaves nothing behind.
+    """
     load, cpus = os.getloadavg()[0], usage.cpus()
     numbers = options.workers, options.epochs, options.batch_size
     found = demo.run(*numbers, options.backend, options.seed)
@@ -103,18 +92,201 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_pack(commands: Commands) -> None:
+    """Add `pack` and its options."""
+    command = add_command(commands, _pack, extra="hdf5")
+    add_source(command, "a generator function of a shard, or any iterable")
+    command.add_argument("path", metavar="OUT.h5", help="the file to write")
+    add_number(command, "--workers", "number of workers, one shard at a time each (default: 1)", 1)
+    add_backend(command, "process", "kind of the workers (default: process)")
+    add_number(command, "--shards", "number of shards, on which the content depends (default: 32)")
+    seed = "seed of everything random (default: drawn; a resumed run keeps it)"
+    add_number(command, "--seed", seed, least=0)
+    add_names(command, "--keys", "names of a tuple's members, or keys to take")
+    add_names(command, "--ragged", "keys with rows of any length", ())
+    add_number(command, "--chunk-rows", "number of rows in a chunk (default: 1 MiB, at most 1024)")
+    command.add_argument(
+        "--compression", choices=("gzip", "lzf"), help="compression of each chunk (default: none)"
+    )
+    add_flag(command, "--samples", "the source yields single rows, not batches")
+    add_flag(command, "--checksum", "write checksums, which reveal flipped bits")
+    add_flag(command, "--merge", "copy all parts into one self-contained file")
+    add_flag(command, "--dry-run", "make the first batch only, and write nothing")
+    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+
+
+def _pack(options: argparse.Namespace) -> int:
+    """Run a generator function in parallel and write its batches to an HDF5 file.
+
+    The file appears when it is complete.
+
+    Examples:
+      enqueuer pack mydata:batches train.h5 --workers 8 --seed 7
+          run batches(shard) of mydata.py, which yields dicts of arrays, on 8 processes
+      enqueuer pack mydata:batches train.h5 --dry-run
+          only make the first batch, and show what would be written
+      enqueuer pack mydata:samples train.h5 --samples --ragged tokens --compression gzip --merge
+          one row at a time, of any length, compressed, into one self-contained file
+
+    After Ctrl-C, a crash or a power cut the same command resumes the run.
+    """
+    # h5py is an extra.
+    from enqueuer.datasets.hdf5 import pack
+    from enqueuer.datasets.hdf5.pack import is_refusal
+
+    given = vars(options).copy()
+    for name in ("command", "run", "source", "dry_run"):
+        del given[name]
+    # The others have the names of the arguments of `pack`.
+    given["batched"] = not given.pop("samples")
+    given["random_seed"] = given.pop("seed")
+    given["progress"] = not given.pop("quiet")
+    source = load_source(*options.source)
+    try:
+        if options.dry_run:
+            print("\n".join(map(printable, _dry_run(source, given))))
+            return 0
+        rows = pack(source, **given)
+    except (TypeError, ValueError) as error:
+        # An error of the source itself needs its traceback.
+        if not is_refusal(error):
+            raise
+        raise UnusableSource(f"{':'.join(options.source)}: {error}") from error
+    except KeyboardInterrupt:
+        print("\nenqueuer: finished shards are kept; the same command resumes", file=sys.stderr)
+        raise
+    print(f"{options.path}: {rows:,} rows")
+    return 0
+
+
+def _dry_run(source: Any, given: dict[str, Any]) -> Iterator[str]:
+    """Pack the first batch alone, to a temporary folder, and yield a description of the file."""
+    from enqueuer.datasets.hdf5 import describe, pack
+    from enqueuer.datasets.hdf5.pack import as_shards
+    from enqueuer.datasets.hdf5.resume import check_target
+
+    target = Path(given["path"])
+    opens, shards = as_shards(source, given["shards"])
+    check_target(target, given["merge"])
+    seed = fresh_seed() if given["random_seed"] is None else given["random_seed"]
+    items = opens.open(Shard(0, shards, 0, seed))
+    first = next((item for item in items if item is not None), None)
+    if first is None:
+        yield f"{target}: the first of {shards} shards yields nothing"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, target.name)
+        alone = {"path": path, "shards": None, "merge": True, "progress": False}
+        rows = pack([first], **given | alone)
+        found = describe(path)
+    parts = target.with_name(target.name + ".parts")
+    resumes = f"; resumes with {parts}" if parts.exists() else ""
+    yield (
+        f"{target}: would be written by {pluralize(given['workers'], 'worker')}, "
+        f"{pluralize(shards, 'shard')}{resumes}; the first item has {rows} rows"
+    )
+    yield from _table_of(found)
+
+
+def add_inspect(commands: Commands) -> None:
+    """Add `inspect` and its options."""
+    command = add_command(commands, _inspect, extra="hdf5")
+    command.add_argument("path", metavar="FILE.h5", help="the file to inspect")
+    add_flag(command, "--refuse-outside", "fail if it shows data of files outside of its folder")
+    add_flag(command, "--json", "print all of it as JSON")
+    add_flag(command, "--full", "statistics of all rows (default: of 16 chunks, evenly spread)")
+    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    """Show the content of an HDF5 file, and whether it is complete.
+
+    That is: keys, shapes, dtypes, chunks, sizes, statistics.
+
+    Examples:
+      enqueuer inspect train.h5
+          keys, shapes, dtypes, chunks, sizes; statistics of some of the rows
+      enqueuer inspect train.h5 --full
+          statistics of all rows; this reads the whole file and so finds any broken part
+    """
+    # h5py is an extra.
+    from enqueuer.datasets.hdf5 import describe
+
+    with bar("reading", None, "row", options.full and not options.quiet) as advance:
+        found = describe(options.path, options.full, advance, not options.refuse_outside)
+    if options.json:
+        print(json.dumps(_as_dict(found), indent=2))
+        return 0
+    # Names and attributes come from the file, which may contain control characters.
+    print("\n".join(map(printable, _lines_of(found))))
+    return 0
+
+
+def _lines_of(found: Description) -> Iterator[str]:
+    """Yield the lines that describe a file."""
+    yield f"{found.path}: {size(found.bytes)} in {pluralize(found.files, 'file')}"
+    yield from _table_of(found)
+    yield from (f"reads a file outside of its folder: {path}" for path in found.outside)
+    for owner, attributes in {"": found.attributes, **found.column_attributes}.items():
+        for name, value in attributes.items():
+            text = str(value)
+            text = text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
+            yield f"{owner}{'@' if owner else ''}{name} = {text}"
+
+
+def _table_of(found: Description) -> Iterator[str]:
+    """Yield a line for each column of a file, and notes on the statistics."""
+    yield from table([_HEAD, *map(_cells, found.columns, found.summaries)], str.ljust)
+    columns = list(zip(found.columns, found.summaries, strict=True))
+    sampled = [summary.rows for column, summary in columns if 0 < summary.rows < column.shape[0]]
+    if sampled:
+        yield f"statistics of {max(sampled):,} rows; --full takes all"
+    for column, summary in columns:
+        if summary.not_finite:
+            yield f"{column.name}: {summary.not_finite:,} numbers are NaN or infinite"
+
+
+def _cells(column: Column, summary: Summary) -> Sequence[str]:
+    numbers = (summary.minimum, summary.mean, summary.maximum)
+    return (
+        column.name,
+        " x ".join(map(str, column.shape)) or "-",
+        column.dtype,
+        str(column.chunk or "-"),
+        column.compression or "-",
+        size(column.stored),
+        *("-" if number is None else f"{number:.4g}" for number in numbers),
+    )
+
+
+def _as_dict(found: Description) -> dict[str, Any]:
+    """Return a description as plain data, for JSON."""
+    of_columns = found.column_attributes
+    # The attributes of the file may be references, which `asdict` cannot copy.
+    bare = dataclasses.replace(found, attributes={}, column_attributes={})
+    plain = dataclasses.asdict(bare) | {"attributes": _plain(found.attributes)}
+    del plain["column_attributes"]
+    for column, summary in zip(plain["columns"], plain.pop("summaries"), strict=True):
+        column["statistics"] = summary
+        column["attributes"] = _plain(of_columns.get(column["name"], {}))
+    return plain
+
+
+def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of attributes, or the texts of those that have nothing like it in JSON."""
+    plain = {}
+    for name, value in attributes.items():
+        plain[name] = value.tolist() if hasattr(value, "tolist") else value
+        try:
+            json.dumps(plain[name], allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            plain[name] = str(plain[name])
+    return plain
+
+
 def add_report(commands: Commands) -> None:
     """Add `report` and its options."""
-    command = add_command(
-        commands,
-        "report",
-        help="sum up a trace on a page",
-        description=(
-            "Make a page of a trace: the bottleneck, who waited how long, and the slowest items. "
-            "The page loads nothing from a network."
-        ),
-        examples=_REPORT_EXAMPLES,
-    )
+    command = add_command(commands, _report)
     command.add_argument(
         "path", metavar="TRACE.json", help="file that trace= of an enqueuer has written"
     )
@@ -122,10 +294,22 @@ def add_report(commands: Commands) -> None:
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
     add_flag(command, "--json", "print the numbers as JSON; the page is written, too")
-    command.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
+    """Sum up a trace on a page.
+
+    The page has the bottleneck, who waited how long, and the slowest items. It loads nothing from
+    a network.
+
+    Examples:
+      enqueuer report run.json
+          write run.html, and print its numbers in a few lines
+      enqueuer report run.json -o pages/first.html
+          write it elsewhere
+
+    To see single items and errors, open the trace itself at https://ui.perfetto.dev.
+    """
     target = Path(options.output or Path(options.path).with_suffix(".html"))
     recording = read(options.path)
     if os.path.exists(target) and os.path.samefile(target, options.path):
@@ -152,16 +336,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def add_bench(commands: Commands) -> None:
     """Add `bench` and its options."""
-    command = add_command(
-        commands,
-        "bench",
-        help="measure a generator function on threads and processes, and find the best choice",
-        description=(
-            "Run a generator function, as it is, in a plain loop and on more and more threads and "
-            "processes; show what each takes, and the line of code for the best choice."
-        ),
-        examples=_BENCH_EXAMPLES,
-    )
+    command = add_command(commands, _bench)
     add_source(command, "a generator function of a shard, or without arguments")
     times = {
         "--seconds": (2.5, "time to measure each setting; more if batches take longer"),
@@ -180,10 +355,22 @@ def add_bench(commands: Commands) -> None:
     add_backend(command, default=None, help="kind of the workers (default: both)")
     add_flag(command, "--json", "print all numbers as JSON")
     add_flag(command, "--quiet", "do not show the current measurement")
-    command.set_defaults(run=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
+    """Measure a generator function on threads and processes, and find the best choice.
+
+    The command runs the function, as it is, in a plain loop and on more and more threads and
+    processes. It shows what each takes, and the line of code for the best choice.
+
+    Examples:
+      enqueuer bench mydata:batches
+          run batches(shard) of mydata.py in a plain loop, then on 1, 2, 4 ... threads and processes
+      enqueuer bench mydata:batches --consume 20ms
+          the same with a loop that takes 20 ms for each batch, as a training step on a GPU may
+      enqueuer bench mydata:batches --json > bench.json
+          all numbers, for other programs
+    """
     reports = bench.bench(
         load_source(*options.source),
         bench.Loop(options.seconds, options.consume, options.consume_cpu),

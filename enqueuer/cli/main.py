@@ -14,8 +14,7 @@ from types import FrameType
 
 from enqueuer import __version__
 from enqueuer.cli.arguments import USER_ERRORS, in_shell
-from enqueuer.cli.commands import add_bench, add_demo, add_report
-from enqueuer.cli.hdf5 import add_inspect, add_pack
+from enqueuer.cli.commands import add_bench, add_demo, add_inspect, add_pack, add_report
 from enqueuer.common.text import printable
 
 # Shells report a death by a signal by these numbers.

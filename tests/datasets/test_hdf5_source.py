@@ -31,7 +31,7 @@ from enqueuer.datasets.hdf5 import (  # noqa: E402
     pack,
 )
 from enqueuer.datasets.hdf5 import batches as h5batches  # noqa: E402
-from enqueuer.datasets.hdf5.reader import RowReader  # noqa: E402
+from enqueuer.datasets.hdf5.rows import RowReader  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
 

@@ -11,9 +11,11 @@ Pieces are ranges of rows: an array with a start and a stop in each line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from enqueuer.datasets.hdf5.layout import Layout
+from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout
 from enqueuer.workers.shards import Shard
 
 
@@ -139,21 +141,20 @@ def pieces_of(shard: Shard, edges: np.ndarray, window: int, row_bytes: int) -> n
     return stretch(pieces[order], shard.index, shard.count)
 
 
-def edges_of(layout: Layout, names: tuple[str, ...], first: int, stop: int) -> np.ndarray:
+def edges_of(columns: Mapping[str, ColumnLayout], first: int, stop: int) -> np.ndarray:
     """Return the edges of the chunks between two rows."""
     # To read a chunk twice costs most in the column with the largest rows.
-    starts = layout.starts(max(names, key=layout.row_bytes))
-    return np.unique(np.clip([first, *starts, stop], first, stop))
+    largest = max(columns.values(), key=lambda column: column.row_bytes)
+    return np.unique(np.clip([first, *largest.starts(), stop], first, stop))
 
 
-def default_window(layout: Layout, names: tuple[str, ...], batch_size: int) -> int:
+def default_window(layout: Layout, columns: Mapping[str, ColumnLayout], batch_size: int) -> int:
     """Return the number of rows that `_WINDOW_BYTES` hold, but at least some batches."""
-    row_bytes = _ROW_BYTES + sum(map(layout.row_bytes, names))
-    objects = sum(layout.dtypes[name].hasobject for name in names)
+    row_bytes = _ROW_BYTES + sum(column.row_bytes for column in columns.values())
+    objects = [column for column in columns.values() if column.dtype.hasobject]
     if objects:
         # h5py has no size for text and ragged rows. They cannot be compressed, so their files
         # are at least as large as they are.
         files = sum(size for size, _ in layout.stamps.values())
-        rows = layout.columns[names[0]].shape[0]
-        row_bytes += objects * _OBJECT_BYTES + files // max(1, rows)
+        row_bytes += len(objects) * _OBJECT_BYTES + files // max(1, objects[0].shape[0])
     return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * batch_size)

@@ -76,8 +76,11 @@ def opened(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
         return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
 
 
-class OpenFiles:
-    """The files that were opened last, at most `MOST_OPEN`, for one thread at a time.
+class OpenFiles(dict[str, Any]):
+    """The files that were opened last, by path, at most `MOST_OPEN`; for one thread at a time.
+
+    To look one up opens it, and may close the one that was opened first. That raises
+    `DataFileError` if the file is missing, broken, or being written.
 
     Args:
         cache_bytes: Size of the cache for the chunks of each dataset in each file.
@@ -85,25 +88,17 @@ class OpenFiles:
 
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
         self._cache_bytes = cache_bytes
-        # The files by path, in the order in which they were opened.
-        self._files: dict[str, Any] = {}
 
-    def open(self, path: str) -> Any:
-        """Return a file; the one that was opened first may be closed for it.
-
-        Raises:
-            DataFileError: The file is missing, broken, or being written.
-        """
-        if path not in self._files:
-            if len(self._files) >= MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            self._files[path] = opened(path, self._cache_bytes)
-        return self._files[path]
+    def __missing__(self, path: str) -> Any:
+        if len(self) >= MOST_OPEN:
+            self.pop(next(iter(self))).close()
+        self[path] = file = opened(path, self._cache_bytes)
+        return file
 
     def close(self) -> None:
         """Close all of them."""
-        while self._files:
-            path, file = self._files.popitem()
+        while self:
+            path, file = self.popitem()
             with guarded(path):
                 file.close()
 

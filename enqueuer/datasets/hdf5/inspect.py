@@ -13,11 +13,33 @@ from typing import Any
 import numpy as np
 
 from enqueuer.datasets.hdf5.files import opened
-from enqueuer.datasets.hdf5.layout import Column, Layout, layout_of
-from enqueuer.datasets.hdf5.reader import RowReader
+from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 
 # `describe` makes its statistics of as many blocks.
 _SAMPLE_BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Column:
+    """One dataset of a file.
+
+    Attributes:
+        name: Its path in the file, such as `"x"` or `"train/x"`.
+        shape: Its shape; the first number is that of the rows.
+        dtype: Name of the dtype in numpy; `"text"` or `"ragged int32"` for rows of variable length.
+        chunk: Number of rows in a chunk; 0 if it is stored in one piece.
+        compression: Compression such as `"gzip"`, or None.
+        stored: Size in the file, or in all files of a virtual dataset, in bytes.
+        is_virtual: Whether its rows lie in other files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: int
+    compression: str | None
+    stored: int
+    is_virtual: bool
 
 
 @dataclass(frozen=True)
@@ -93,38 +115,46 @@ def describe(
         >>> found.columns[0].name, found.columns[0].shape, found.summaries[0].mean
         ('x', (2, 2), 3.0)
     """
-    whole = os.path.abspath(path)
-    layout = layout_of(whole, allow_outside=allow_outside)
-    with opened(whole) as file:
+    layout = Layout(os.path.abspath(path), allow_outside=allow_outside)
+    with opened(layout.path) as file:
         attributes = dict(file.attrs)
         own = {name: dict(file[name].attrs) for name in layout.columns if file[name].attrs}
-    summaries = [_summary(layout, column, full, progress) for column in layout.columns.values()]
     return Description(
-        str(path),
-        sum(size for size, _ in layout.stamps.values()),
-        len(layout.stamps),
-        tuple(layout.columns.values()),
-        tuple(summaries),
-        attributes,
-        own,
-        tuple(layout.outside),
+        path=str(path),
+        bytes=sum(size for size, _ in layout.stamps.values()),
+        files=len(layout.stamps),
+        columns=tuple(itertools.starmap(_column, layout.columns.items())),
+        summaries=tuple(_summary(layout, name, full, progress) for name in layout.columns),
+        attributes=attributes,
+        column_attributes=own,
+        outside=tuple(filter(layout.is_outside, layout.stamps)),
+    )
+
+
+def _column(name: str, found: ColumnLayout) -> Column:
+    stretches = found.stretches
+    sizes = {(at.path, at.dataset): at.stored for at in stretches}
+    chunk, compression = (stretches[0].chunk, stretches[0].compression) if stretches else (0, None)
+    return Column(
+        name, found.shape, found.kind, chunk, compression, sum(sizes.values()), found.is_virtual
     )
 
 
 def _summary(
-    layout: Layout, column: Column, full: bool, progress: Callable[[int], object] | None
+    layout: Layout, name: str, full: bool, progress: Callable[[int], object] | None
 ) -> Summary:
-    if not layout.stretches[column.name] or layout.dtypes[column.name].kind not in "biuf":
+    column = layout.columns[name]
+    if not column.stretches or column.dtype.kind not in "biuf":
         return Summary(0)
-    blocks = list(itertools.pairwise([*layout.starts(column.name), column.shape[0]]))
+    blocks = list(itertools.pairwise([*column.starts(), column.shape[0]]))
     if not full and len(blocks) > _SAMPLE_BLOCKS:
         picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
         blocks = [blocks[at] for at in picked]
     rows, numbers, total, bad = 0, 0, 0.0, 0
     least, most = math.inf, -math.inf
-    with contextlib.closing(RowReader(layout, [column.name])) as reader:
+    with contextlib.closing(RowReader(layout, {name: column})) as reader:
         for start, stop in blocks:
-            block = reader.read([(start, stop)])[column.name]
+            block = reader.read([(start, stop)])[name]
             finite = block[np.isfinite(block)]
             rows += len(block)
             bad += block.size - finite.size

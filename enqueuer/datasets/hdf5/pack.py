@@ -21,8 +21,8 @@ from typing import Any
 
 from enqueuer.common import checks
 from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, readable, whole
-from enqueuer.datasets.hdf5.layout import escaped
 from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new
+from enqueuer.datasets.hdf5.rows import escaped
 from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, storing
 from enqueuer.enqueuers.options import Backends
 from enqueuer.enqueuers.ordered import OrderedEnqueuer

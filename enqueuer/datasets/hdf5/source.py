@@ -23,8 +23,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.epochs import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.batches import ORDER, default_window, edges_of, pieces_of, windows
-from enqueuer.datasets.hdf5.layout import Layout, layout_of
-from enqueuer.datasets.hdf5.reader import RowReader
+from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
@@ -172,16 +171,16 @@ class HDF5Source(Generic[Batch]):
             )
         self._path = os.path.abspath(path)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._layout = layout_of(self._path, _names(keys), bool(allow_outside))
-        self._names, count = _together(self._layout, is_asked=keys is not None)
-        self._first, self._stop = _bounds(rows, count)
+        self._layout = Layout(self._path, _names(keys), bool(allow_outside))
+        self._columns = _together(self._layout, is_asked=keys is not None)
+        self._first, self._stop = _bounds(rows, next(iter(self._columns.values())).shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
-        window = given or default_window(self._layout, self._names, self._size)
+        window = given or default_window(self._layout, self._columns, self._size)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
         self._window = window if shuffle else 0
-        self._edges = edges_of(self._layout, self._names, self._first, self._stop)
+        self._edges = edges_of(self._columns, self._first, self._stop)
         # The values on which a position in a shard depends.
         self._identity = {
             "first": self._first,
@@ -242,12 +241,12 @@ class HDF5Source(Generic[Batch]):
         return {**self.__dict__, "_reader": None}
 
     def __repr__(self) -> str:
-        keys = ", ".join(self._names)
+        keys = ", ".join(self._columns)
         # A name in a file may have characters that a terminal obeys.
         return printable(f"<HDF5Source {self._path} ({keys}), {len(self)} rows>")
 
     def _batches(self, shard: Shard, first: int) -> Generator[Any]:
-        with contextlib.closing(RowReader(self._layout, self._names)) as reader:
+        with contextlib.closing(RowReader(self._layout, self._columns)) as reader:
             make = self._shuffled if self._window else self._in_order
             for batch in make(reader, shard, first):
                 yield self._formed(batch)
@@ -266,7 +265,7 @@ class HDF5Source(Generic[Batch]):
         left = len(self) // shard.count // size if self._drop_last else sys.maxsize
         # Which rows come is drawn without reading any, so earlier batches can be left out.
         numbers, rest, number = np.empty(0, int), None, 0
-        row_bytes = sum(map(self._layout.row_bytes, self._names))
+        row_bytes = sum(column.row_bytes for column in self._columns.values())
         pieces = pieces_of(shard, self._edges, self._window, row_bytes)
         for window in windows(pieces, self._window):
             before = numbers
@@ -301,7 +300,7 @@ class HDF5Source(Generic[Batch]):
             reader = None
         if reader is None:
             # If two threads come here at a time, one of the readers ends with its last use.
-            reader = self._reader = RowReader(self._layout, self._names)
+            reader = self._reader = RowReader(self._layout, self._columns)
         return reader
 
     def _formed(self, found: Mapping[str, Any]) -> Any:
@@ -312,7 +311,7 @@ class HDF5Source(Generic[Batch]):
 
 @fingerprint_of.register(HDF5Source)
 def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
-    name, keys = type(source).__qualname__, shortened(", ".join(source._names))
+    name, keys = type(source).__qualname__, shortened(", ".join(source._columns))
     return {"name": name, "file": os.path.basename(source._path), "keys": keys, **source._identity}
 
 
@@ -338,30 +337,30 @@ def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], int]:
-    """Return the datasets that are read together, and how many rows these have."""
-    path, shapes = layout.path, {name: column.shape for name, column in layout.columns.items()}
+def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
+    """Return the datasets that are read together."""
+    path, columns = layout.path, layout.columns
     if not is_asked:
-        shapes = {name: shape for name, shape in shapes.items() if shape}
-    if not shapes:
+        columns = {name: column for name, column in columns.items() if column.shape}
+    if not columns:
         raise DataFileError(f"{path}: there is no dataset with rows in it", path)
-    for name, shape in shapes.items():
-        if not shape:
+    for name, column in columns.items():
+        if not column.shape:
             raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
-        if name in layout.unreadable:
+        if column.unreadable:
             raise DataFileError(
                 f"{path}: {name!r} is a virtual dataset of a kind that is not read, since "
-                f"{layout.unreadable[name]}; copy it into a dataset of its own",
+                f"{column.unreadable}; copy it into a dataset of its own",
                 path,
             )
-    if len({shape[0] for shape in shapes.values()}) > 1:
-        counts = ", ".join(f"{name}: {shape[0]}" for name, shape in shapes.items())
+    if len({column.shape[0] for column in columns.values()}) > 1:
+        counts = ", ".join(f"{name}: {column.shape[0]}" for name, column in columns.items())
         raise DataFileError(
             f"{path}: datasets that are read together must have equally many rows, got {counts}; "
             "name those that belong together with keys=",
             path,
         )
-    return tuple(shapes), next(iter(shapes.values()))[0]
+    return columns
 
 
 def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:

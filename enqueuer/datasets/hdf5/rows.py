@@ -1,0 +1,469 @@
+"""The rows of an HDF5 file: the files and datasets that hold them, and reading them.
+
+    Layout:     path -> its datasets, and for each of them stretches of rows in files
+    RowReader:  rows 10 to 30 --stretches--> 10 to 20 here, 0 to 10 there --> one array
+
+For rows of a virtual dataset whose file is missing or cannot be opened, HDF5 gives zeros without an
+error. So virtual datasets are not read through HDF5. Their mappings are read once, by the layout,
+and the reader opens the files itself, when rows of them are needed.
+
+HDF5 also gives zeros for rows that were cut off an open file. So after a file was read, and before
+its rows are returned, it is checked that the file is unchanged.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import operator
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from enqueuer.common.text import size
+from enqueuer.datasets.hdf5.files import (
+    CACHE_BYTES,
+    CHUNK_BYTES,
+    MOST_OPEN,
+    OpenFiles,
+    data_file_error,
+    dataset_of,
+    datasets_in,
+    h5py,
+    kind_of,
+    opened,
+    readable,
+)
+from enqueuer.errors import DataFileError
+
+# Blocks of a file. Each takes some hundred bytes here and in every worker.
+_MOST_BLOCKS = 1 << 16
+# Levels of virtual datasets of virtual datasets. Each takes a few frames of Python's stack.
+_DEEPEST = 32
+# Below this size, another copy costs less than the work of h5py to avoid it.
+_DIRECT_BYTES = 1 << 16
+
+
+class Stretch(NamedTuple):
+    """Rows of a column that lie in one dataset of a file.
+
+    Attributes:
+        start: First row.
+        stop: Row behind the last one.
+        path: Path of the file.
+        dataset: Name of the dataset.
+        first: Number of the first row in the dataset.
+        chunk: Number of rows in a chunk of the dataset; 0 if it is stored in one piece.
+        compression: Compression of the dataset, or None.
+        stored: Size of the dataset in the file, in bytes.
+    """
+
+    start: int
+    stop: int
+    path: str
+    dataset: str
+    first: int
+    chunk: int
+    compression: str | None
+    stored: int
+
+
+@dataclass(frozen=True)
+class ColumnLayout:
+    """One dataset of a file, and where its rows lie.
+
+    Attributes:
+        shape: Its shape; the first number is that of the rows.
+        kind: Name of its dtype, as `kind_of` has it.
+        dtype: Dtype of an array of its rows.
+        is_virtual: Whether its rows lie in other files.
+        stretches: Stretches, which together are its rows in their order.
+        unreadable: Reason why there are no stretches, or an empty text.
+    """
+
+    shape: tuple[int, ...]
+    kind: str
+    dtype: np.dtype[Any]
+    is_virtual: bool
+    stretches: Sequence[Stretch]
+    unreadable: str
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def starts(self) -> list[int]:
+        """Return the first rows of the blocks: chunks, or groups of small ones."""
+        usual = max(1, CHUNK_BYTES // max(1, self.row_bytes))
+        sized = [(at, at.chunk or usual) for at in self.stretches]
+        count = sum((at.stop - at.start) // rows for at, rows in sized)
+        together = count // _MOST_BLOCKS + 1
+        found: list[int] = []
+        for at, rows in sized:
+            block = rows * together
+            found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
+        return found
+
+    def parts(self, start: int, stop: int, step: int) -> Iterator[Part]:
+        """Yield the stretches that hold some rows, and the numbers of these rows in their files."""
+        stretches = self.stretches
+        nth = bisect.bisect_right(stretches, start, key=operator.attrgetter("stop"))
+        while nth < len(stretches) and (at := stretches[nth]).start < stop:
+            low = max(start, at.start)
+            low += (start - low) % step
+            high = min(stop, at.stop)
+            if low < high:
+                yield at, low - at.start + at.first, high - at.start + at.first
+            nth += 1
+
+
+# Rows of a dataset: the first, and the one behind the last, are counted in its file.
+Part = tuple[Stretch, int, int]
+
+
+class Layout:
+    """The facts that a reader needs before it opens a file; all files with its rows are inspected.
+
+    Args:
+        path: Path of the file.
+        names: Names of the datasets; None: all.
+        allow_outside: Whether rows may lie in files outside of its folder.
+
+    Attributes:
+        path: Path of the file.
+        columns: Its datasets, by name.
+        stamps: Size and time of change of each file that holds rows.
+
+    Raises:
+        DataFileError: The file or one of its parts is missing or broken, a name is missing, or a
+            part lies outside.
+    """
+
+    def __init__(
+        self, path: str, names: Sequence[str] | None = None, allow_outside: bool = True
+    ) -> None:
+        self.path = path
+        self.columns: dict[str, ColumnLayout] = {}
+        self._allow_outside = allow_outside
+        with contextlib.closing(OpenFiles()) as files, opened(path) as file:
+            self.stamps = {path: _stamp(path)}
+            for name, dataset in _datasets(path, file, names).items():
+                stretches, unreadable = [], ""
+                try:
+                    stretches = self._stretches(files, dataset)
+                except _Scattered as scattered:
+                    unreadable = str(scattered)
+                shape, kind = tuple(map(int, dataset.shape or ())), kind_of(dataset.dtype)
+                # h5py's text has metadata, of which numpy warns when it saves a batch.
+                dtype = np.dtype(object) if kind == "text" else dataset.dtype
+                is_virtual = bool(dataset.is_virtual)
+                self.columns[name] = ColumnLayout(
+                    shape, kind, dtype, is_virtual, stretches, unreadable
+                )
+
+    def is_outside(self, path: str) -> bool:
+        """Return whether a file does not lie in the folder of the whole."""
+        real = os.path.realpath(path)
+        # The path of the whole may be a link to a file in another folder, beside its parts.
+        folders = {
+            os.path.realpath(os.path.dirname(self.path)),
+            os.path.dirname(os.path.realpath(self.path)),
+        }
+        return not any(os.path.commonpath([real, folder]) == folder for folder in folders)
+
+    def check_unchanged(self, path: str) -> None:
+        """Raise DataFileError if a file has changed since this layout was made."""
+        try:
+            if _stamp(path) == self.stamps[path]:
+                return
+            change = "it was changed since the source was made; make a new one"
+        except FileNotFoundError:
+            change = "it was there before and is gone"
+        # An error of a network, for example.
+        except OSError as error:
+            change = f"it can no longer be read: {error}"
+        raise DataFileError(f"{path}: {change}", path)
+
+    def _inspect(self, path: str) -> None:
+        """Note a file that holds rows; refuse it if it is outside and must not be."""
+        if not self._allow_outside and self.is_outside(path):
+            raise DataFileError(
+                f"{self.path}: some of its rows lie in {path}, outside of its folder, which "
+                "allow_outside=False refuses; move that file there, or allow it if you trust "
+                "the author of the file",
+                self.path,
+            )
+        self.stamps.setdefault(path, _stamp(path))
+
+    def _stretches(self, files: OpenFiles, dataset: Any, depth: int = 0) -> list[Stretch]:
+        """Return the stretches of a dataset, which so many virtual datasets show."""
+        # A link may lead to another file.
+        path = dataset.file.filename
+        self._inspect(path)
+        if not dataset.is_virtual:
+            name = dataset.name
+            for raw, _, _ in dataset.external or ():
+                self._inspect_raw(dataset, raw)
+            chunk = dataset.chunks[0] if dataset.chunks else 0
+            rows = len(dataset) if dataset.shape else 0
+            stored = dataset.compression, int(dataset.id.get_storage_size())
+            return [Stretch(0, rows, path, name, 0, chunk, *stored)] if rows else []
+        try:
+            sources = dataset.virtual_sources()
+        except UnicodeDecodeError:
+            raise _Scattered("the name of a file that it shows is not UTF-8") from None
+        if depth >= _DEEPEST:
+            raise DataFileError(
+                f"{path}: the virtual dataset {dataset.name!r} shows itself, or lies below "
+                f"{_DEEPEST} others, so its rows lie nowhere; write the file again from the data",
+                path,
+            )
+        found = [
+            stretch
+            for source in sources
+            for stretch in self._shown(files, path, dataset, source, depth)
+        ]
+        found.sort(key=lambda stretch: stretch.start)
+        edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
+        if edges[::2] != edges[1::2]:
+            raise _Scattered("some of its rows lie in no file, or in several")
+        return found
+
+    def _inspect_raw(self, dataset: Any, raw: str) -> None:
+        """Inspect a file of raw numbers that holds the rows of a dataset."""
+        path = dataset.file.filename
+        # As in HDF5: beside the file only if the variable says so, else in the current directory.
+        prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace(
+            "${ORIGIN}", os.path.dirname(os.path.abspath(path))
+        )
+        where = os.path.abspath(os.path.join(prefix, raw))
+        try:
+            self._inspect(where)
+        except FileNotFoundError:
+            raise DataFileError(
+                f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
+            ) from None
+
+    def _shown(
+        self, files: OpenFiles, whole: str, dataset: Any, source: Any, depth: int
+    ) -> Iterator[Stretch]:
+        """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
+        start, stop = _rows(source.vspace, dataset.shape)
+        part = self._part(files, whole, source)
+        is_alike = (part.ndim, part.shape[1:]) == (dataset.ndim, dataset.shape[1:])
+        if not is_alike or kind_of(part.dtype) != kind_of(dataset.dtype):
+            raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
+        first, last = 0, stop - start
+        if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+            first, last = _rows(source.src_space, part.shape)
+        if len(part) < last:
+            raise DataFileError(
+                f"{part.file.filename}: {part.name[1:]!r} has {len(part)} rows, but {whole} reads "
+                f"{last} of it",
+                part.file.filename,
+            )
+        # HDF5 maps no selection to one of another size, so both have equally many rows.
+        for inner in self._stretches(files, part, depth + 1):
+            low, high = max(inner.start, first), min(inner.stop, last)
+            if low < high:
+                yield inner._replace(
+                    start=low - first + start,
+                    stop=high - first + start,
+                    first=low - inner.start + inner.first,
+                )
+
+    def _part(self, files: OpenFiles, whole: str, source: Any) -> Any:
+        """Return the dataset that one mapping of a virtual dataset in the file `whole` shows."""
+        path, name = whole, _unescaped(source.dset_name)
+        if source.file_name != ".":
+            path = _beside(whole, _unescaped(source.file_name))
+        if not os.path.exists(path):
+            raise DataFileError(
+                f"{whole}: its part {_unescaped(source.file_name)} is missing; the file and its "
+                "parts belong together and must be moved together (merge=True packs into one file)",
+                whole,
+            )
+        self._inspect(path)
+        part = files[path].get(name)
+        if not isinstance(part, h5py.Dataset):
+            raise DataFileError(f"{path}: there is no dataset {name!r}", path)
+        return part
+
+
+def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    there = datasets_in(file)
+    if names is None:
+        return {name: item for name, item in there.items() if item.shape is not None}
+    # These are opened by name, since links to datasets are not visited.
+    found = {name: file.get(name.strip("/") or "/") for name in names}
+    missing = [name for name, item in found.items() if not isinstance(item, h5py.Dataset)]
+    if missing:
+        raise DataFileError(
+            f"{path}: there is no dataset {', '.join(map(repr, missing))}; "
+            f"it has {', '.join(map(repr, sorted(there))) or 'none'}",
+            path,
+        )
+    return found
+
+
+class _Scattered(Exception):
+    """A virtual dataset is not made of whole rows, one after the other."""
+
+
+def _rows(space: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first row of a selection in a dataset, and the row behind its last one."""
+    try:
+        lows, highs = space.get_select_bounds()
+        count = space.get_select_npoints()
+    except (RuntimeError, ValueError, OverflowError):
+        raise _Scattered("how many rows it has depends on the files that are there") from None
+    start, stop = int(lows[0]), int(highs[0]) + 1
+    if any(lows[1:]) or count != (stop - start) * math.prod(shape[1:]):
+        raise _Scattered("it does not show whole rows, one after the other")
+    return start, stop
+
+
+def _beside(whole: str, name: str) -> str:
+    """Return the path of a file that another refers to, by the rules of HDF5."""
+    path = os.path.join(os.path.dirname(whole), name)
+    if os.path.exists(path):
+        return path
+    behind = os.path.join(os.path.dirname(os.path.realpath(whole)), name)
+    return behind if os.path.exists(behind) else path
+
+
+def escaped(name: str) -> str:
+    """Return the name of a file or dataset as it is written in mappings of virtual datasets."""
+    return name.replace("%", "%%")
+
+
+def _unescaped(name: str) -> str:
+    if "%" in name.replace("%%", ""):
+        raise _Scattered("its files or datasets are counted by a pattern")
+    return name.replace("%%", "%")
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns
+
+
+class RowReader:
+    """Read the same rows of several columns. A reader belongs to the process that made it.
+
+    Any thread may call any method; the threads take turns, as in h5py itself.
+
+    Args:
+        layout: Layout of the file.
+        columns: Those of its columns that are read.
+    """
+
+    def __init__(self, layout: Layout, columns: Mapping[str, ColumnLayout]) -> None:
+        layout.check_unchanged(layout.path)
+        self.pid = os.getpid()
+        self._layout = layout
+        self._columns = columns
+        self._files = OpenFiles(self._cache_bytes())
+        # Datasets with their caches of chunks, and the objects that give slices of them.
+        self._datasets: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        with self._lock:
+            self._files.close()
+
+    def read(
+        self,
+        pieces: Sequence[tuple[int, int]],
+        step: int = 1,
+        rest: Mapping[str, np.ndarray] | None = None,
+    ) -> dict[str, Any]:
+        """Return the rows of several pieces of each column.
+
+        Args:
+            pieces: The first row of each, and the row behind its last one.
+            step: Distance of the rows that are read.
+            rest: Rows that come before these in what is returned.
+        """
+        found: dict[str, Any] = {}
+        paths: set[str] = set()
+        for name, column in self._columns.items():
+            parts = [part for piece in pieces for part in column.parts(*piece, step)]
+            paths.update([at.path for at, _, _ in parts])
+            found[name] = self._column(name, parts, step, None if rest is None else rest[name])
+        for path in paths:
+            self._layout.check_unchanged(path)
+        return found
+
+    def _cache_bytes(self) -> int:
+        """Return the size of the cache of each dataset; many files share the size for one."""
+        stretches = [(column, at) for column in self._columns.values() for at in column.stretches]
+        files = len({at.path for _, at in stretches})
+        chunks = (at.chunk * column.row_bytes for column, at in stretches)
+        share = CACHE_BYTES // max(1, min(files, MOST_OPEN))
+        # A cache below the size of a chunk has no effect, and each row would unpack its chunk.
+        return max(share, min(CACHE_BYTES, max(chunks, default=0)))
+
+    def _column(
+        self, name: str, parts: Sequence[Part], step: int, rest: np.ndarray | None
+    ) -> np.ndarray:
+        column = self._columns[name]
+        counts = [len(range(low, high, step)) for _, low, high in parts]
+        filled = 0 if rest is None else len(rest)
+        rows = filled + sum(counts)
+        try:
+            pool = np.empty((rows, *column.shape[1:]), column.dtype)
+            if rest is not None:
+                pool[:filled] = rest
+            for part, count in zip(parts, counts, strict=True):
+                self.take(*part, step, pool[filled : filled + count])
+                filled += count
+        except MemoryError as error:
+            path, needed = self._layout.path, size(rows * column.row_bytes)
+            raise DataFileError(
+                f"{path}: {rows:,} rows of {name!r} need {needed}, which could not be allocated; "
+                "whole chunks are read, so pack it with smaller chunks (h5repack -l), or give a "
+                "smaller window",
+                path,
+            ) from error
+        return pool
+
+    def take(self, at: Stretch, low: int, high: int, step: int, into: np.ndarray) -> None:
+        """Read some rows of the dataset of a stretch into an array."""
+        with self._lock:
+            try:
+                dataset, view = self._opened(at)
+                if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
+                    into[...] = view[low:high:step]
+                else:
+                    dataset.read_direct(into, np.s_[low:high:step])
+            except DataFileError:
+                raise
+            except (OSError, RuntimeError, UnicodeDecodeError) as error:
+                # A change of the file would explain the error.
+                self._layout.check_unchanged(at.path)
+                rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
+                what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
+                raise data_file_error(at.path, error, what) from error
+
+    def _opened(self, at: Stretch) -> tuple[Any, Any]:
+        """Return a dataset, and an object whose slices are its rows."""
+        opened = self._datasets.get((at.path, at.dataset))
+        # The file may have been closed meanwhile.
+        if opened is None or not opened[0].id.valid:
+            self._layout.check_unchanged(at.path)
+            dataset = dataset_of(self._files[at.path], at.dataset)
+            opened = self._datasets[at.path, at.dataset] = dataset, readable(dataset)
+        return opened
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 can read rows of a type into an array of numpy."""
+    return not dtype.hasobject and dtype.subdtype is None
