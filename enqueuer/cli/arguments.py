@@ -81,19 +81,42 @@ def load_source(module: str, name: str) -> Any:
         raise UnusableSource(f"module {module!r} has no {name!r}") from None
 
 
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM"
+
+
+class Command(argparse.ArgumentParser):
+    """The parser of a command; each method adds an argument."""
+
+    def source(self, kind: str) -> None:
+        """Add `MODULE:FUNCTION`, an object of this kind."""
+        text = f"{kind}; found from the current directory"
+        self.add_argument("source", type=module_and_name, metavar="MODULE:FUNCTION", help=text)
+
+    def number(self, option: str, help: str, default: int | None = None, least: int = 1) -> None:
+        """Add an option that takes a whole number from `least` on."""
+        read = functools.partial(whole_number, least=least)
+        self.add_argument(option, type=read, default=default, metavar="N", help=help)
+
+    def names(self, option: str, help: str, default: Any = None) -> None:
+        """Add an option that takes names with commas between."""
+        self.add_argument(option, type=names, default=default, metavar="A,B", help=help)
+
+    def backend(self, default: str | None, help: str = "kind of the workers") -> None:
+        """Add `--backend`."""
+        self.add_argument("--backend", choices=("thread", "process"), default=default, help=help)
+
+    def flag(self, option: str, help: str) -> None:
+        """Add an option that is True if it is given."""
+        self.add_argument(option, action="store_true", help=help)
+
+
 # argparse has no public name for the result of add_subparsers.
 Commands: TypeAlias = Any
-
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-_LONGEST_S = 1e6
-
-
-_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM"
 
 
 def add_command(
     commands: Commands, run: Callable[[argparse.Namespace], int], extra: str = ""
-) -> argparse.ArgumentParser:
+) -> Command:
     """Add a command, and return its parser.
 
     Args:
@@ -104,7 +127,7 @@ def add_command(
     # With -OO, Python has no docstrings.
     text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
     title = text.partition(".\n")[0]
-    command: argparse.ArgumentParser = commands.add_parser(
+    command: Command = commands.add_parser(
         run.__name__.strip("_"),
         help=title[:1].lower() + title[1:],
         description=f"{text}\nWhat it needs: {install_command(extra)}" if extra else text,
@@ -113,47 +136,6 @@ def add_command(
     )
     command.set_defaults(run=run)
     return command
-
-
-def add_source(command: argparse.ArgumentParser, kind: str) -> None:
-    """Add `MODULE:FUNCTION`, an object of this kind."""
-    command.add_argument(
-        "source",
-        type=module_and_name,
-        metavar="MODULE:FUNCTION",
-        help=f"{kind}; found from the current directory",
-    )
-
-
-def add_number(
-    command: argparse.ArgumentParser,
-    option: str,
-    help: str,
-    default: int | None = None,
-    least: int = 1,
-) -> None:
-    """Add an option that takes a whole number from `least` on."""
-    read = functools.partial(whole_number, least=least)
-    command.add_argument(option, type=read, default=default, metavar="N", help=help)
-
-
-def add_backend(
-    command: argparse.ArgumentParser, default: str | None, help: str = "kind of the workers"
-) -> None:
-    """Add `--backend`."""
-    command.add_argument("--backend", choices=("thread", "process"), default=default, help=help)
-
-
-def add_flag(command: argparse.ArgumentParser, option: str, help: str) -> None:
-    """Add an option that is True if it is given."""
-    command.add_argument(option, action="store_true", help=help)
-
-
-def add_names(
-    command: argparse.ArgumentParser, option: str, help: str, default: Any = None
-) -> None:
-    """Add an option that takes names with commas between."""
-    command.add_argument(option, type=names, default=default, metavar="A,B", help=help)
 
 
 def whole_number(text: str, least: int) -> int:
@@ -165,6 +147,10 @@ def whole_number(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}")
     return number
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_LONGEST_S = 1e6
 
 
 def seconds(text: str) -> float:

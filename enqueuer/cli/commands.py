@@ -13,7 +13,6 @@ error is a terminal.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -22,18 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enqueuer.cli.arguments import (
-    Commands,
-    UnusableSource,
-    add_backend,
-    add_command,
-    add_flag,
-    add_names,
-    add_number,
-    add_source,
-    load_source,
-    seconds,
-)
+from enqueuer.cli.arguments import Commands, UnusableSource, add_command, load_source, seconds
 from enqueuer.common.text import pluralize, printable, size, table
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring import usage
@@ -53,14 +41,12 @@ _HEAD = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean
 def add_demo(commands: Commands) -> None:
     """Add `demo` and its options."""
     command = add_command(commands, _demo, extra="demo")
-    add_number(
-        command, "--workers", "number of threads or processes that make batches (default: 2)", 2
-    )
-    add_number(command, "--epochs", "number of passes through the training images (default: 8)", 8)
-    add_number(command, "--batch-size", "number of images in a batch (default: 64)", 64)
-    add_backend(command, "process", "kind of the workers (default: process)")
+    command.number("--workers", "number of threads or processes that make batches (default: 2)", 2)
+    command.number("--epochs", "number of passes through the training images (default: 8)", 8)
+    command.number("--batch-size", "number of images in a batch (default: 64)", 64)
+    command.backend("process", "kind of the workers (default: process)")
     seed = "seed of everything random: the same seed gives the same result, with any workers"
-    add_number(command, "--seed", f"{seed} (default: 7)", 7, least=0)
+    command.number("--seed", f"{seed} (default: 7)", 7, least=0)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -95,24 +81,24 @@ def _demo(options: argparse.Namespace) -> int:
 def add_pack(commands: Commands) -> None:
     """Add `pack` and its options."""
     command = add_command(commands, _pack, extra="hdf5")
-    add_source(command, "a generator function of a shard, or any iterable")
+    command.source("a generator function of a shard, or any iterable")
     command.add_argument("path", metavar="OUT.h5", help="the file to write")
-    add_number(command, "--workers", "number of workers, one shard at a time each (default: 1)", 1)
-    add_backend(command, "process", "kind of the workers (default: process)")
-    add_number(command, "--shards", "number of shards, on which the content depends (default: 32)")
+    command.number("--workers", "number of workers, one shard at a time each (default: 1)", 1)
+    command.backend("process", "kind of the workers (default: process)")
+    command.number("--shards", "number of shards, on which the content depends (default: 32)")
     seed = "seed of everything random (default: drawn; a resumed run keeps it)"
-    add_number(command, "--seed", seed, least=0)
-    add_names(command, "--keys", "names of a tuple's members, or keys to take")
-    add_names(command, "--ragged", "keys with rows of any length", ())
-    add_number(command, "--chunk-rows", "number of rows in a chunk (default: 1 MiB, at most 1024)")
+    command.number("--seed", seed, least=0)
+    command.names("--keys", "names of a tuple's members, or keys to take")
+    command.names("--ragged", "keys with rows of any length", ())
+    command.number("--chunk-rows", "number of rows in a chunk (default: 1 MiB, at most 1024)")
     command.add_argument(
         "--compression", choices=("gzip", "lzf"), help="compression of each chunk (default: none)"
     )
-    add_flag(command, "--samples", "the source yields single rows, not batches")
-    add_flag(command, "--checksum", "write checksums, which reveal flipped bits")
-    add_flag(command, "--merge", "copy all parts into one self-contained file")
-    add_flag(command, "--dry-run", "make the first batch only, and write nothing")
-    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+    command.flag("--samples", "the source yields single rows, not batches")
+    command.flag("--checksum", "write checksums, which reveal flipped bits")
+    command.flag("--merge", "copy all parts into one self-contained file")
+    command.flag("--dry-run", "make the first batch only, and write nothing")
+    command.flag("--quiet", "show no progress bar (default: a bar, on a terminal)")
 
 
 def _pack(options: argparse.Namespace) -> int:
@@ -162,8 +148,7 @@ def _pack(options: argparse.Namespace) -> int:
 def _dry_run(source: Any, given: dict[str, Any]) -> Iterator[str]:
     """Pack the first batch alone, to a temporary folder, and yield a description of the file."""
     from enqueuer.datasets.hdf5 import describe, pack
-    from enqueuer.datasets.hdf5.pack import as_shards
-    from enqueuer.datasets.hdf5.resume import check_target
+    from enqueuer.datasets.hdf5.pack import as_shards, check_target
 
     target = Path(given["path"])
     opens, shards = as_shards(source, given["shards"])
@@ -192,10 +177,10 @@ def add_inspect(commands: Commands) -> None:
     """Add `inspect` and its options."""
     command = add_command(commands, _inspect, extra="hdf5")
     command.add_argument("path", metavar="FILE.h5", help="the file to inspect")
-    add_flag(command, "--refuse-outside", "fail if it shows data of files outside of its folder")
-    add_flag(command, "--json", "print all of it as JSON")
-    add_flag(command, "--full", "statistics of all rows (default: of 16 chunks, evenly spread)")
-    add_flag(command, "--quiet", "show no progress bar (default: a bar, on a terminal)")
+    command.flag("--refuse-outside", "fail if it shows data of files outside of its folder")
+    command.flag("--json", "print all of it as JSON")
+    command.flag("--full", "statistics of all rows (default: of 16 chunks, evenly spread)")
+    command.flag("--quiet", "show no progress bar (default: a bar, on a terminal)")
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -261,14 +246,16 @@ def _cells(column: Column, summary: Summary) -> Sequence[str]:
 
 def _as_dict(found: Description) -> dict[str, Any]:
     """Return a description as plain data, for JSON."""
-    of_columns = found.column_attributes
-    # The attributes of the file may be references, which `asdict` cannot copy.
-    bare = dataclasses.replace(found, attributes={}, column_attributes={})
-    plain = dataclasses.asdict(bare) | {"attributes": _plain(found.attributes)}
-    del plain["column_attributes"]
-    for column, summary in zip(plain["columns"], plain.pop("summaries"), strict=True):
-        column["statistics"] = summary
-        column["attributes"] = _plain(of_columns.get(column["name"], {}))
+    plain = {**vars(found), "attributes": _plain(found.attributes)}
+    own, summaries = plain.pop("column_attributes"), plain.pop("summaries")
+    plain["columns"] = [
+        {
+            **vars(column),
+            "statistics": vars(summary),
+            "attributes": _plain(own.get(column.name, {})),
+        }
+        for column, summary in zip(found.columns, summaries, strict=True)
+    ]
     return plain
 
 
@@ -293,7 +280,7 @@ def add_report(commands: Commands) -> None:
     command.add_argument(
         "-o", "--output", metavar="PAGE.html", help="the page (default: beside the trace)"
     )
-    add_flag(command, "--json", "print the numbers as JSON; the page is written, too")
+    command.flag("--json", "print the numbers as JSON; the page is written, too")
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -337,7 +324,7 @@ def _report(options: argparse.Namespace) -> int:
 def add_bench(commands: Commands) -> None:
     """Add `bench` and its options."""
     command = add_command(commands, _bench)
-    add_source(command, "a generator function of a shard, or without arguments")
+    command.source("a generator function of a shard, or without arguments")
     times = {
         "--seconds": (2.5, "time to measure each setting; more if batches take longer"),
         "--consume": (0.0, "time that the loop waits with each batch, as for a training step"),
@@ -347,14 +334,12 @@ def add_bench(commands: Commands) -> None:
     for option, (default, text) in times.items():
         text = f"{text} (default: {default:g}s)"
         command.add_argument(option, type=seconds, default=default, metavar="TIME", help=text)
-    add_number(
-        command,
-        "--max-workers",
-        help="largest number of workers (default: twice the CPUs, at least 16)",
+    command.number(
+        "--max-workers", "largest number of workers (default: twice the CPUs, at least 16)"
     )
-    add_backend(command, default=None, help="kind of the workers (default: both)")
-    add_flag(command, "--json", "print all numbers as JSON")
-    add_flag(command, "--quiet", "do not show the current measurement")
+    command.backend(default=None, help="kind of the workers (default: both)")
+    command.flag("--json", "print all numbers as JSON")
+    command.flag("--quiet", "do not show the current measurement")
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from enqueuer import __version__
-from enqueuer.cli.arguments import USER_ERRORS, in_shell
+from enqueuer.cli.arguments import USER_ERRORS, Command, in_shell
 from enqueuer.cli.commands import add_bench, add_demo, add_inspect, add_pack, add_report
 from enqueuer.common.text import printable
 
@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Run any Python generator ahead of the loop that consumes it.",
     )
     parser.add_argument("--version", action="version", version=f"enqueuer {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Command
+    )
     for add in (add_demo, add_pack, add_inspect, add_report, add_bench):
         add(commands)
     return parser

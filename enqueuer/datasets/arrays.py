@@ -13,20 +13,19 @@ import functools
 import mmap
 import operator
 import os
-from collections.abc import Iterator
 from typing import Any, SupportsIndex
 
 import numpy as np
 
 from enqueuer.common.text import an
 from enqueuer.common.trees import tree_map
-from enqueuer.datasets.epochs import EpochOrder, take_rows
+from enqueuer.datasets.epochs import EpochBatches, fingerprint_of_epochs, take_rows
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import fingerprint_of, shortened
 
 
-class ArraySource:
+class ArraySource(EpochBatches[Any]):
     """The rows of arrays: a generator function of a shard, and a sequence.
 
     For `GeneratorEnqueuer` it yields batches. With `shuffle`, each epoch is one permutation of all
@@ -88,21 +87,13 @@ class ArraySource:
             raise ValueError("there are no arrays")
         if len(counts) > 1:
             raise ValueError(f"the arrays must have equally many rows, got {sorted(counts)}")
-        (self._count,) = counts
-        self._epochs = EpochOrder("rows", self._count, batch_size, shuffle, drop_last)
-        self._identity = {**self._epochs.identity, "drop_last": bool(drop_last)}
-
-    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
-        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
-
-        Raises:
-            ValueError: There are fewer batches than shards, and `drop_last` is True.
-        """
-        return self._epochs.batches(shard, self._batch, self._identity, first_item)
+        (self._length,) = counts
+        others = {"drop_last": bool(drop_last)}
+        super().__init__("rows", self._length, batch_size, shuffle, drop_last, others)
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._count
+        return self._length
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a copy of a row, or of the rows of a slice.
@@ -112,16 +103,13 @@ class ArraySource:
         """
         if not isinstance(index, slice):
             row = operator.index(index)
-            if not -self._count <= row < self._count:
-                raise IndexError(f"row {row} is out of range: there are {self._count}")
+            if not -self._length <= row < self._length:
+                raise IndexError(f"row {row} is out of range: there are {self._length}")
             index = row
         return tree_map(lambda array: np.array(array[index]), self._opened())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_arrays": None}
-
-    def __repr__(self) -> str:
-        return f"<ArraySource of {self._count} rows, {self._identity['batch_size']} a batch>"
+        return {**super().__getstate__(), "_arrays": None}
 
     def _opened(self) -> Any:
         """Return the arrays, which this process maps when it needs them first."""
@@ -129,14 +117,14 @@ class ArraySource:
             self._arrays = tree_map(_mapped, self._places)
         return self._arrays
 
-    def _batch(self, rows: range | np.ndarray, shard: Shard) -> Any:
-        return tree_map(lambda array: take_rows(array, rows), self._opened())
+    def _batch(self, indices: range | np.ndarray, shard: Shard) -> Any:
+        return tree_map(lambda array: take_rows(array, indices), self._opened())
 
 
 @fingerprint_of.register
 def _fingerprint_of(source: ArraySource) -> dict[str, Any]:
     kinds = tree_map(lambda array: f"{array.dtype}{[*array.shape[1:]]}", source._opened())
-    return {"name": type(source).__qualname__, "arrays": shortened(str(kinds)), **source._identity}
+    return fingerprint_of_epochs(source, arrays=shortened(str(kinds)))
 
 
 # An array, or a function that maps a file: its first argument is the path.

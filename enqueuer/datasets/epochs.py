@@ -1,6 +1,6 @@
 """The batches of an epoch: their order, their division among shards, and a position in them.
 
-    rows, or files --EpochOrder--> a permutation of the epoch, cut into batches
+    rows, or files --EpochBatches--> a permutation of the epoch, cut into batches
     a shard        --ShardBatches--> its batches from a number on, and a state
 
 A state has the number of the next batch and the identity: all values on which that batch depends.
@@ -8,8 +8,9 @@ A state has the number of the next batch and the identity: all values on which t
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from enqueuer.errors import StateMismatch
 from enqueuer.workers.arrays import empty
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.tasks import permutation, steps_in
+
+Batch = TypeVar("Batch")
 
 
 class ShardBatches(Iterator[Any]):
@@ -41,20 +44,17 @@ class ShardBatches(Iterator[Any]):
         self._begin = begin
         self._identity = identity
         self._advice = advice or {}
-        self._batches: Generator[Any] | None = None
+        self._batches = begin(first)
         self._next = first
 
     def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = self._begin(self._next)
         batch = next(self._batches)
         self._next += 1
         return batch
 
     def close(self) -> None:
         """Close the files that are open for this shard."""
-        if self._batches is not None:
-            self._batches.close()
+        self._batches.close()
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the next batch, and the values on which it depends."""
@@ -74,11 +74,12 @@ class ShardBatches(Iterator[Any]):
                     f"the state is of {key}={saved}, but here it is {value}{advice}"
                 )
         self.close()
-        self._batches, self._next = None, state["batch"]
+        self._next = state["batch"]
+        self._batches = self._begin(self._next)
 
 
-class EpochOrder:
-    """The order of an epoch, cut into batches, which the shards get in turn.
+class EpochBatches(ABC, Generic[Batch]):
+    """A source that orders an epoch and cuts it into batches, which the shards get in turn.
 
     So the batches do not depend on the number of shards.
 
@@ -89,54 +90,56 @@ class EpochOrder:
         shuffle: Whether each epoch has an order of its own, drawn from the seed.
         drop_last: Whether an incomplete last batch is left out, and batches that would give some
             shards more than others.
-
-    Attributes:
-        identity: Values on which all batches depend.
+        others: Other values on which a position depends.
     """
 
     def __init__(
-        self, noun: str, count: int, batch_size: int, shuffle: bool, drop_last: bool
+        self,
+        noun: str,
+        count: int,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+        others: Mapping[str, bool] | None = None,
     ) -> None:
         self._size = checks.positive("batch_size", batch_size)
         if drop_last and count < batch_size:
             raise ValueError(
                 f"{count} {noun} do not fill a batch of {batch_size}, and drop_last is True"
             )
+        self._noun = noun
         self._count = count
         self._shuffle = bool(shuffle)
         self._drop_last = bool(drop_last)
         self._kept: tuple[tuple[int, int], np.ndarray] | None = None
-        self.identity = {noun: count, "batch_size": self._size, "shuffle": self._shuffle}
+        # Values on which a position depends.
+        self._identity = {noun: count, "batch_size": self._size, "shuffle": self._shuffle}
+        self._identity.update(others or {})
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
-
-    def batches(
-        self,
-        shard: Shard,
-        make: Callable[[range | np.ndarray, Shard], Any],
-        identity: Mapping[str, int],
-        first: int,
-    ) -> ShardBatches:
-        """Return the batches of a shard.
-
-        Args:
-            shard: The shard.
-            make: Function that makes a batch of indices and the shard.
-            identity: Values on which a position depends.
-            first: Number of the batch of the shard to begin with.
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
+        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
 
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
         steps = self._steps(shard)
 
-        def begin(at: int) -> Generator[Any]:
+        def begin(at: int) -> Generator[Batch]:
             order = self._order_of(shard)
             for step in steps[at:]:
-                yield make(order[step * self._size : (step + 1) * self._size], shard)
+                yield self._batch(order[step * self._size : (step + 1) * self._size], shard)
 
-        return ShardBatches(begin, identity, first=first)
+        return ShardBatches(begin, self._identity, first=first_item)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._count} {self._noun}, {self._size} a batch>"
+
+    @abstractmethod
+    def _batch(self, indices: range | np.ndarray, shard: Shard) -> Batch:
+        """Return the batch of some indices; None: no batch."""
 
     def _steps(self, shard: Shard) -> range:
         """Return the numbers of a shard's batches in the epoch."""
@@ -159,6 +162,11 @@ class EpochOrder:
         if kept is None or kept[0] != epoch:
             kept = self._kept = epoch, permutation(self._count, *epoch)
         return kept[1]
+
+
+def fingerprint_of_epochs(source: EpochBatches[Any], **others: Any) -> dict[str, Any]:
+    """Return the fingerprint of a source: its name, what its positions depend on, and others."""
+    return {"name": type(source).__qualname__, **source._identity, **others}
 
 
 def take_rows(array: np.ndarray, rows: Sequence[int] | np.ndarray) -> np.ndarray:

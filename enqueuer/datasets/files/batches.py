@@ -10,19 +10,20 @@ files by the workers.
 from __future__ import annotations
 
 import contextlib
+import glob
 import inspect
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any, Generic, Literal, TypedDict, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, cast, overload
 
 import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.packed_list import packed
 from enqueuer.common.text import an
-from enqueuer.datasets.epochs import EpochOrder
-from enqueuer.datasets.files.lists import FileEntry, Path
+from enqueuer.datasets.epochs import Batch, EpochBatches, fingerprint_of_epochs
 from enqueuer.enqueuers import options
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import FrameworkUnavailable
@@ -32,14 +33,176 @@ from enqueuer.workers.shards import Shard, Task
 from enqueuer.workers.sources import fingerprint_of, name_of
 from enqueuer.workers.tasks import takes_two
 
-Batch = TypeVar("Batch")
 T = TypeVar("T")
 
+Path = str | os.PathLike[str]
 Array = np.ndarray[Any, Any]
 Files = Iterable[Path | tuple[Path, Any]]
 _LoadWithTask = Callable[[Any, Any, Task], T | None]
 Load = Callable[[Any], T | None] | Callable[[Any, Any], T | None] | _LoadWithTask[T]
 """A function that loads a file; None leaves it out."""
+
+
+class FileEntry(NamedTuple):
+    """A file and its label; any pair can replace it."""
+
+    path: Path
+    label: Any = None
+
+
+def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
+    """Return the files that match any of some patterns, sorted, each once.
+
+    They are sorted by the code points of their paths, so the order is the same on every machine,
+    for any language and file system.
+
+    Args:
+        patterns: As for `glob.glob`: `*`, `?` and `[...]` within a name, `**` for any number of
+            folders. Names that begin with a dot are matched only by patterns that do, too.
+            `**` follows links to folders, unless they lead back to a folder above: in a loop,
+            each file is found once.
+        root: The folder of the patterns; by default the working directory. Each path that is
+            returned begins with it.
+
+    Raises:
+        FileNotFoundError: A pattern matches no file.
+
+    Example:
+        >>> import os, pathlib, tempfile
+        >>> from enqueuer.datasets.files import find_files
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("b.png", "a.png", "a.txt"):
+        ...         pathlib.Path(folder, name).touch()
+        ...     [os.path.basename(path) for path in find_files("**/*.png", root=folder)]
+        ['a.png', 'b.png']
+    """
+    if not patterns:
+        raise TypeError("find_files needs a pattern, such as 'images/**/*.png'")
+    found: set[str] = set()
+    for pattern in patterns:
+        names = _matches(os.fspath(root or ""), os.fspath(pattern))
+        paths = [os.path.join(root or "", _tidied(name)) for name in names]
+        files = [path for path in paths if os.path.isfile(path)]
+        if not files:
+            where = os.getcwd() if root is None else os.fspath(root)
+            raise FileNotFoundError(f"no file matches {os.fspath(pattern)!r} in {where!r}")
+        found.update(files)
+    return sorted(found)
+
+
+def _matches(root: str, pattern: str) -> Iterator[str]:
+    """Yield matching paths like `glob.iglob`, but follow no link in a circle."""
+    parts = pattern.replace("/", os.sep).split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern, root_dir=root or None)
+        return
+    at = parts.index("**")
+    rest = os.sep.join(parts[at + 1 :]) or "*"
+    before = os.sep.join([*parts[:at], ""])
+    for top in glob.iglob(before, root_dir=root or None) if at else [""]:
+        for folder in _folders(root, top, frozenset()):
+            for name in _matches(os.path.join(root, folder), rest):
+                yield os.path.join(folder, name)
+
+
+def _folders(root: str, folder: str, above: frozenset[str]) -> Iterator[str]:
+    """Yield a folder and all folders in it, at any depth, without circles."""
+    here = os.path.join(root, folder)
+    real = os.path.realpath(here)
+    if real in above:
+        return
+    yield folder
+    for name in glob.iglob(os.path.join("*", ""), root_dir=here or None):
+        yield from _folders(root, os.path.join(folder, name), above | {real})
+
+
+def _tidied(name: str) -> str:
+    """Return a path without needless parts, so that two patterns give a file one name."""
+    # Behind a link to a folder, `..` is not needless.
+    if os.pardir in name.split(os.sep):
+        return name
+    return os.path.normpath(name)
+
+
+def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[FileEntry]:
+    r"""Read a text list with a path, or a path and a label, on each line.
+
+    Fields are separated by blanks or tabs. A field that contains some, or begins with `#` or a
+    quote, needs single or double quotes; within double quotes, `\"` and `\\` stand for a quote
+    and a backslash. A `#` at the beginning of a field begins a comment. Empty lines are left out,
+    and repeated lines are kept.
+
+    Args:
+        path: Path of the list, in UTF-8. The paths in it are relative to its folder.
+        label: Function that makes a label of its text. By default labels are ints if all in the
+            list are written as ints, otherwise strings.
+
+    Returns:
+        The files in the order of the list; the label of a line without one is None.
+
+    Raises:
+        ValueError: A line is malformed; the message has the list, the line and the reason.
+
+    Example:
+        >>> import os, pathlib, tempfile
+        >>> from enqueuer.datasets.files import read_list
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     train = pathlib.Path(folder, "train.txt")
+        ...     _ = train.write_text('a.png 3\n# spoilt: b.png 1\n"c d.png" 0\n')
+        ...     [(os.path.basename(path), label) for path, label in read_list(train)]
+        [('a.png', 3), ('c d.png', 0)]
+    """
+    folder = os.path.dirname(os.fspath(path))
+    # Path, label, and place in the list.
+    rows: list[tuple[str, str | None, str]] = []
+    # File names need not be UTF-8: Python decodes those of the system in the same way.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{os.fspath(path)}, line {number}"
+            fields = _fields(line.rstrip("\n"), where)
+            if len(fields) > 2:
+                raise ValueError(
+                    f"{where}: {len(fields)} fields, but a line is a path and a label; "
+                    f"quote a field that contains blanks: {line.rstrip()!r}"
+                )
+            if fields:
+                own = fields[1] if len(fields) == 2 else None
+                rows.append((os.path.join(folder, fields[0]), own, where))
+    if label is None:
+        are_ints = all(_INT.fullmatch(own) for _, own, _ in rows if own is not None)
+        label = int if are_ints else str
+    return [FileEntry(name, _label(label, own, where)) for name, own, where in rows]
+
+
+# 007 is a string: as an int it would be the same as 7.
+_INT = re.compile("-?[1-9][0-9]*|0")
+# A field in double quotes, in single quotes, or as it is.
+_FIELD = re.compile(r"""(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^ \t"'][^ \t]*))(?=[ \t]|$)""")
+
+
+def _fields(line: str, where: str) -> list[str]:
+    fields = []
+    rest = line.strip(" \t")
+    while rest and not rest.startswith("#"):
+        match = _FIELD.match(rest)
+        if match is None:
+            raise ValueError(f"{where}: a quote is not closed, or more follows at once: {rest!r}")
+        double, single, plain = match.groups()
+        escaped = None if double is None else re.sub(r'\\(["\\])', r"\1", double)
+        fields.append(next(text for text in (escaped, single, plain) if text is not None))
+        rest = rest[match.end() :].lstrip(" \t")
+    if fields and not fields[0]:
+        raise ValueError(f"{where}: the path is empty: {line!r}")
+    return fields
+
+
+def _label(make: Callable[[str], Any], text: str | None, where: str) -> Any:
+    if text is None:
+        return None
+    try:
+        return make(text)
+    except ValueError as error:
+        raise ValueError(f"{where}: the label {text!r} is wrong: {error}") from error
 
 
 class FileOptions(TypedDict, total=False):
@@ -50,7 +213,7 @@ class FileOptions(TypedDict, total=False):
     on_error: OnError
 
 
-class FileBatches(Generic[Batch]):
+class FileBatches(EpochBatches[Batch]):
     """Load files in batches: a source for `GeneratorEnqueuer`, and for any number of workers.
 
     Each epoch has each file exactly once, in an order of its own that is drawn from the
@@ -157,6 +320,7 @@ class FileBatches(Generic[Batch]):
         on_error: OnError = "raise",
     ) -> None:
         paths, labels = _columns(files)
+        super().__init__("files", len(paths), batch_size, shuffle, drop_last)
         # Packed, so that worker processes share the memory of a long list.
         self._paths = packed(paths)
         # Here, as to unpack a million of them takes longer.
@@ -175,24 +339,10 @@ class FileBatches(Generic[Batch]):
             raise ValueError(f"{reason}, but {os.fspath(bare)!r} has no label")
         checks.function("collate", collate, "of a list")
         self._load: Callable[..., Any] = load
-        self._epochs = EpochOrder("files", len(paths), batch_size, shuffle, drop_last)
-        self._identity = self._epochs.identity
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
-        self._drop_last = bool(drop_last)
         self._with_names = bool(with_names)
         self._collate = collate
         self._on_error = options.on_error("on_error", on_error)
-
-    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
-        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
-
-        Raises:
-            ValueError: There are fewer batches than shards, and `drop_last` is True.
-        """
-        return self._epochs.batches(shard, self._batch, self._identity, first_item)
-
-    def __repr__(self) -> str:
-        return f"<FileBatches of {len(self._paths)} files, {self._identity['batch_size']} a batch>"
 
     def _batch(self, indices: range | np.ndarray, shard: Shard) -> Any:
         """Load a batch; return None if no file can be loaded."""
@@ -245,7 +395,7 @@ class FileBatches(Generic[Batch]):
 
 @fingerprint_of.register(FileBatches)
 def _fingerprint_of(source: FileBatches[Any]) -> dict[str, Any]:
-    return {"name": type(source).__qualname__, **source._identity, "names": source._names_hash}
+    return fingerprint_of_epochs(source, names=source._names_hash)
 
 
 def _hash_of(paths: list[Path]) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.datasets.files.lists import Path
+from enqueuer.datasets.files.batches import Path
 
 Box = tuple[int, int, int, int]
 """A part of an image: top, left, height and width in pixels."""

@@ -141,11 +141,12 @@ def pieces_of(shard: Shard, edges: np.ndarray, window: int, row_bytes: int) -> n
     return stretch(pieces[order], shard.index, shard.count)
 
 
-def edges_of(columns: Mapping[str, ColumnLayout], first: int, stop: int) -> np.ndarray:
-    """Return the edges of the chunks between two rows."""
+def edges_of(columns: Mapping[str, ColumnLayout], rows: range) -> np.ndarray:
+    """Return the edges of the chunks with these rows."""
     # To read a chunk twice costs most in the column with the largest rows.
     largest = max(columns.values(), key=lambda column: column.row_bytes)
-    return np.unique(np.clip([first, *largest.starts(), stop], first, stop))
+    starts = [rows.start, *largest.starts(), rows.stop]
+    return np.unique(np.clip(starts, rows.start, rows.stop))
 
 
 def default_window(layout: Layout, columns: Mapping[str, ColumnLayout], batch_size: int) -> int:

@@ -1,11 +1,10 @@
-"""Opening and writing HDF5 files, with errors that name the file, the reason and a remedy.
+"""Opening HDF5 files, with errors that name the file, the reason and a remedy.
 
     opened, OpenFiles:  one file, or many parts of which a few are open at a time
     guarded:            h5py's OSError -> DataFileError with the path, the reason and what to do
     kind_of, readable:  the type of a dataset, and its content as Python objects
 
-All other modules open files by this one. A file that is written appears under its name only when
-everything is in it and on the disk.
+All other modules open files by this one.
 """
 
 from __future__ import annotations
@@ -165,50 +164,3 @@ def readable(dataset: Any) -> Any:
     """Return an object whose slices are those of a dataset, with strings as `str`."""
     # Many writers mark any text as ASCII, so it is always read as UTF-8.
     return dataset.asstr("utf-8") if kind_of(dataset.dtype) == "text" else dataset
-
-
-@contextlib.contextmanager
-def whole(path: Path, folder: Path) -> Iterator[Any]:
-    """Give an `h5py.File` that appears under its name only when all is in it and on the disk.
-
-    Args:
-        path: Path of the file.
-        folder: Folder for the file while it is written; on the same file system.
-    """
-    temporary = folder / f"{path.name}.{os.getpid()}.tmp"
-    try:
-        with guarded(temporary):
-            file = h5py.File(temporary, "w")
-        try:
-            yield file
-        except BaseException:
-            # The first error is the one to report.
-            with contextlib.suppress(Exception):
-                _discard(file)
-            raise
-        with guarded(temporary):
-            file.close()
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _discard(file: Any) -> None:
-    """Close a file whose content is not needed."""
-    # HDF5 writes pending data when it closes a file. If it cannot, as the disk is full, it crashes
-    # when the file's memory is freed. So the data are written to /dev/null.
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
-    os.close(nowhere)
-    file.close()
-
-
-def sync(path: Path) -> None:
-    """Write the content of a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

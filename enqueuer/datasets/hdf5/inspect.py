@@ -132,12 +132,10 @@ def describe(
 
 
 def _column(name: str, found: ColumnLayout) -> Column:
-    stretches = found.stretches
-    sizes = {(at.path, at.dataset): at.stored for at in stretches}
-    chunk, compression = (stretches[0].chunk, stretches[0].compression) if stretches else (0, None)
-    return Column(
-        name, found.shape, found.kind, chunk, compression, sum(sizes.values()), found.is_virtual
-    )
+    datasets = list(dict.fromkeys(at.dataset for at in found.stretches))
+    chunk, compression = (datasets[0].chunk, datasets[0].compression) if datasets else (0, None)
+    stored = sum(dataset.size for dataset in datasets)
+    return Column(name, found.shape, found.kind, chunk, compression, stored, found.is_virtual)
 
 
 def _summary(

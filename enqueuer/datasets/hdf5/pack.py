@@ -1,9 +1,15 @@
-"""Packing: a source, run in parallel, becomes one HDF5 file.
+"""Packing: a source, run in parallel, becomes one HDF5 file; an interrupted run is resumed.
 
     source of a shard ==> a worker writes shard-00003.h5 ==> one file that shows all of them
 
+    train.h5.parts/  pack.json      description of the run; locked by the process that packs
+                     shard-*.h5     finished parts
+                     finished       exists once the file that shows the parts was written
+
 The unit is the shard: its rows depend on the source, the seed and its number, and not on the worker
 that writes it. The part of a shard appears when it is whole, so an interrupted run can be resumed.
+Parts of another source, seed or format are refused, and never mixed.
+
 A worker writes one shard after the other (by an OrderedEnqueuer): with several at once it would
 have finished none when it is killed. At the end, one file shows the parts, or has a copy of them.
 """
@@ -12,222 +18,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import inspect
+import json
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import numpy as np
 
 from enqueuer.common import checks
-from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, readable, whole
-from enqueuer.datasets.hdf5.resume import begun, identity, must_be_new
+from enqueuer.common.text import an
+from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, parts_folder, readable
 from enqueuer.datasets.hdf5.rows import escaped
-from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, storing
+from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, row_kind, storing
 from enqueuer.enqueuers.options import Backends
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.errors import Closed, DataFileError
+from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
 from enqueuer.monitoring.progress import Progress, bar
 from enqueuer.workers import sources
-from enqueuer.workers.shards import Shard
+from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_source, close
-
-
-@dataclass(frozen=True)
-class PackingJob:
-    """The work of packing; a worker can write any shard of it.
-
-    Attributes:
-        source: The source.
-        folder: Folder of the parts.
-        shards: Number of shards.
-        random_seed: Seed of the shards.
-        format: Format of the rows.
-        keys: Keys that the rows must have.
-        ended: Not empty once workers should end; threads share it.
-    """
-
-    source: Source
-    folder: str
-    shards: int
-    random_seed: int
-    format: Format
-    keys: frozenset[str]
-    ended: list[bool] = field(default_factory=list)
-
-    def part(self, index: int) -> Path:
-        """Return the path of a shard's part."""
-        return Path(self.folder, f"shard-{index:05}.h5")
-
-    def __call__(self, index: int, advance: Callable[[int], object] = lambda rows: None) -> int:
-        """Write a shard, unless its part exists; return its number of rows.
-
-        Args:
-            index: Index of the shard.
-            advance: Function that is called with the number of rows whenever some were written.
-        """
-        path = self.part(index)
-        if path.exists():
-            kinds, rows = _content_of(path)
-            self._check(kinds)
-            advance(rows)
-            return rows
-        # The task has the same index, and so the same seeds: global generators fit as well.
-        shard = Shard(index, self.shards, 0, self.random_seed)
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(whole(path, Path(self.folder)))
-            items: Any = iter(self.source.open(shard))
-            stack.callback(close, items)
-            writer = Writer(file, self.format, str(path))
-            for rows in writer.write(item for item in items if item is not None):
-                self._check(writer.kinds)
-                advance(rows)
-                if self.ended:
-                    raise Closed("packing was ended")
-            file.attrs["rows"] = writer.rows
-        return writer.rows
-
-    def _check(self, kinds: Mapping[str, RowKind]) -> None:
-        if kinds and (unknown := sorted(self.keys - kinds.keys())):
-            raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
-
-
-@contextlib.contextmanager
-def _opened_part(path: Path) -> Iterator[Any]:
-    """Open a part; the error of a broken one says to remove it."""
-    try:
-        with opened(path) as file, guarded(path):
-            yield file
-    except DataFileError as error:
-        raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
-
-
-def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
-    """Return the types of the keys of a part, and its number of rows."""
-    with _opened_part(path) as file:
-        found = {key: RowKind.of(item.dtype, item.shape) for key, item in datasets_in(file).items()}
-        return found, int(file.attrs["rows"])
-
-
-def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
-    """Write all parts that do not exist, by the workers of an enqueuer with these options."""
-    # A running iterator can be read in this process only.
-    if isinstance(job.source, LiveSource):
-        with bar("packing", None, "row", progress) as advance:
-            job(0, advance)
-        return
-    total = 0
-    with (
-        bar("packing", job.shards, "shard", progress) as advance,
-        OrderedEnqueuer(
-            range(job.shards), job, ordered=False, random_seed=job.random_seed, **options
-        ) as enqueuer,
-    ):
-        try:
-            for rows in enqueuer:
-                total += rows
-                advance(1, f"{total:,} rows")
-        finally:
-            # Threads cannot be killed, but end when they see this.
-            job.ended.append(True)
-
-
-def assemble(target: Path, job: PackingJob, attributes: Mapping[str, Any], merge: bool) -> int:
-    """Make one file of all parts; return its number of rows.
-
-    Args:
-        target: Path of the file.
-        job: The work; all of its parts exist.
-        attributes: Attributes of the file; a mapping has those of a key.
-        merge: Whether the file has a copy of the parts, rather than showing them.
-
-    Raises:
-        ValueError: The parts are not alike, or have no rows.
-    """
-    kinds, rows = _alike([job.part(index) for index in range(job.shards)])
-    with whole(target, Path(job.folder)) as file:
-        if merge:
-            ragged = tuple(key for key, kind in kinds.items() if kind.name.startswith("ragged"))
-            format = dataclasses.replace(job.format, keys=None, batched=True, ragged=ragged)
-            for _ in Writer(file, format, str(target)).write(_batches_of(rows, kinds)):
-                pass
-        else:
-            _show(file, rows, kinds)
-        _set_attributes(file, attributes)
-        must_be_new(target)
-    return sum(rows.values())
-
-
-def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
-    """Return the types of the keys in all parts, and the number of rows of the parts with rows."""
-    contents = {path: _content_of(path) for path in parts}
-    rows = {path: count for path, (_, count) in contents.items() if count}
-    if not rows:
-        # Otherwise the same call would not run a source that was fixed since.
-        for path in parts:
-            path.unlink()
-        raise ValueError("the source yielded no rows, so there is nothing to pack")
-    first = next(iter(rows))
-    kinds = contents[first][0]
-    for path in rows:
-        if contents[path][0] != kinds:
-            shown = (
-                f"{at} has {', '.join(f'{key!r}: {kind}' for key, kind in contents[at][0].items())}"
-                for at in (first, path)
-            )
-            raise ValueError(
-                f"the shards are not alike: {', and '.join(shown)}; fix the source, and remove "
-                f"{path.parent}"
-            )
-    return kinds, rows
-
-
-def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all parts, a chunk at a time."""
-    for path, count in rows.items():
-        with _opened_part(path) as file:
-            columns = {key: readable(file[key]) for key in kinds}
-            step = file[next(iter(kinds))].chunks[0]
-            for start in range(0, count, step):
-                yield {key: column[start : start + step] for key, column in columns.items()}
-
-
-def _show(file: Any, rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> None:
-    """Make virtual datasets of the rows of all parts."""
-    for key, kind in kinds.items():
-        layout = h5py.VirtualLayout((sum(rows.values()), *kind.shape), kind.dtype)
-        start = 0
-        for part, count in rows.items():
-            # The path is relative, so that file and parts can be moved together.
-            name, shape = escaped(f"{part.parent.name}/{part.name}"), (count, *kind.shape)
-            source = h5py.VirtualSource(name, escaped(key), shape, kind.dtype)
-            layout[start : start + count] = source
-            start += count
-        file.create_virtual_dataset(key, layout)
-
-
-def _keys_with_attributes(attributes: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that get attributes; raise ValueError if some cannot be stored.
-
-    That is an error now, and not after all rows were written.
-    """
-    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
-        _set_attributes(file, attributes)
-    return frozenset(name for name, value in attributes.items() if isinstance(value, Mapping))
-
-
-def _set_attributes(file: Any, attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
-        with storing(f"the attribute {name!r}"):
-            if isinstance(value, Mapping):
-                owner = file[name] if name in file else file.create_group(name)
-                owner.attrs.update(value)
-            else:
-                file.attrs[name] = value
-
 
 # The default: two or more for each worker of most machines, so that none idles for long.
 _SHARDS = 32
+_MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"
+# Files that this process is packing to, and what stands for the call.
+_running: dict[Path, object] = {}
 
 
 def pack(
@@ -377,3 +198,465 @@ def is_refusal(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()
     return raised_in.parent == Path(__file__).parent or raised_in == Path(sources.__file__)
+
+
+# --- the parts, and the file of all ---
+
+
+@dataclass(frozen=True)
+class PackingJob:
+    """The work of packing; a worker can write any shard of it.
+
+    Attributes:
+        source: The source.
+        folder: Folder of the parts.
+        shards: Number of shards.
+        random_seed: Seed of the shards.
+        format: Format of the rows.
+        keys: Keys that the rows must have.
+        ended: Not empty once workers should end; threads share it.
+    """
+
+    source: Source
+    folder: str
+    shards: int
+    random_seed: int
+    format: Format
+    keys: frozenset[str]
+    ended: list[bool] = field(default_factory=list)
+
+    def part(self, index: int) -> Path:
+        """Return the path of a shard's part."""
+        return Path(self.folder, f"shard-{index:05}.h5")
+
+    def __call__(self, index: int, advance: Callable[[int], object] = lambda rows: None) -> int:
+        """Write a shard, unless its part exists; return its number of rows.
+
+        Args:
+            index: Index of the shard.
+            advance: Function that is called with the number of rows whenever some were written.
+        """
+        path = self.part(index)
+        if path.exists():
+            kinds, rows = _content_of(path)
+            self._check(kinds)
+            advance(rows)
+            return rows
+        # The task has the same index, and so the same seeds: global generators fit as well.
+        shard = Shard(index, self.shards, 0, self.random_seed)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(whole(path, Path(self.folder)))
+            items: Any = iter(self.source.open(shard))
+            stack.callback(close, items)
+            writer = Writer(file, self.format, str(path))
+            for rows in writer.write(item for item in items if item is not None):
+                self._check(writer.kinds)
+                advance(rows)
+                if self.ended:
+                    raise Closed("packing was ended")
+            file.attrs["rows"] = writer.rows
+        return writer.rows
+
+    def _check(self, kinds: Mapping[str, RowKind]) -> None:
+        if kinds and (unknown := sorted(self.keys - kinds.keys())):
+            raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
+
+
+@contextlib.contextmanager
+def _opened_part(path: Path) -> Iterator[Any]:
+    """Open a part; the error of a broken one says to remove it."""
+    try:
+        with opened(path) as file, guarded(path):
+            yield file
+    except DataFileError as error:
+        raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
+
+
+def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
+    """Return the types of the keys of a part, and its number of rows."""
+    with _opened_part(path) as file:
+        found = {key: row_kind(item.dtype, item.shape) for key, item in datasets_in(file).items()}
+        return found, int(file.attrs["rows"])
+
+
+def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
+    """Write all parts that do not exist, by the workers of an enqueuer with these options."""
+    # A running iterator can be read in this process only.
+    if isinstance(job.source, LiveSource):
+        with bar("packing", None, "row", progress) as advance:
+            job(0, advance)
+        return
+    total = 0
+    with (
+        bar("packing", job.shards, "shard", progress) as advance,
+        OrderedEnqueuer(
+            range(job.shards), job, ordered=False, random_seed=job.random_seed, **options
+        ) as enqueuer,
+    ):
+        try:
+            for rows in enqueuer:
+                total += rows
+                advance(1, f"{total:,} rows")
+        finally:
+            # Threads cannot be killed, but end when they see this.
+            job.ended.append(True)
+
+
+def assemble(target: Path, job: PackingJob, attributes: Mapping[str, Any], merge: bool) -> int:
+    """Make one file of all parts; return its number of rows.
+
+    Args:
+        target: Path of the file.
+        job: The work; all of its parts exist.
+        attributes: Attributes of the file; a mapping has those of a key.
+        merge: Whether the file has a copy of the parts, rather than showing them.
+
+    Raises:
+        ValueError: The parts are not alike, or have no rows.
+    """
+    kinds, rows = _alike([job.part(index) for index in range(job.shards)])
+    with whole(target, Path(job.folder)) as file:
+        if merge:
+            ragged = tuple(key for key, kind in kinds.items() if kind.name.startswith("ragged"))
+            format = dataclasses.replace(job.format, keys=None, batched=True, ragged=ragged)
+            for _ in Writer(file, format, str(target)).write(_batches_of(rows, kinds)):
+                pass
+        else:
+            _show(file, rows, kinds)
+        _set_attributes(file, attributes)
+        must_be_new(target)
+    return sum(rows.values())
+
+
+def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
+    """Return the types of the keys in all parts, and the number of rows of the parts with rows."""
+    contents = {path: _content_of(path) for path in parts}
+    rows = {path: count for path, (_, count) in contents.items() if count}
+    if not rows:
+        # Otherwise the same call would not run a source that was fixed since.
+        for path in parts:
+            path.unlink()
+        raise ValueError("the source yielded no rows, so there is nothing to pack")
+    first = next(iter(rows))
+    kinds = contents[first][0]
+    for path in rows:
+        if contents[path][0] != kinds:
+            shown = (
+                f"{at} has {', '.join(f'{key!r}: {kind}' for key, kind in contents[at][0].items())}"
+                for at in (first, path)
+            )
+            raise ValueError(
+                f"the shards are not alike: {', and '.join(shown)}; fix the source, and remove "
+                f"{path.parent}"
+            )
+    return kinds, rows
+
+
+def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all parts, a chunk at a time."""
+    for path, count in rows.items():
+        with _opened_part(path) as file:
+            columns = {key: readable(file[key]) for key in kinds}
+            step = file[next(iter(kinds))].chunks[0]
+            for start in range(0, count, step):
+                yield {key: column[start : start + step] for key, column in columns.items()}
+
+
+def _show(file: Any, rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> None:
+    """Make virtual datasets of the rows of all parts."""
+    for key, kind in kinds.items():
+        layout = h5py.VirtualLayout((sum(rows.values()), *kind.shape), kind.dtype)
+        start = 0
+        for part, count in rows.items():
+            # The path is relative, so that file and parts can be moved together.
+            name, shape = escaped(f"{part.parent.name}/{part.name}"), (count, *kind.shape)
+            source = h5py.VirtualSource(name, escaped(key), shape, kind.dtype)
+            layout[start : start + count] = source
+            start += count
+        file.create_virtual_dataset(key, layout)
+
+
+def _keys_with_attributes(attributes: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that get attributes; raise ValueError if some cannot be stored.
+
+    That is an error now, and not after all rows were written.
+    """
+    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
+        _set_attributes(file, attributes)
+    return frozenset(name for name, value in attributes.items() if isinstance(value, Mapping))
+
+
+def _set_attributes(file: Any, attributes: Mapping[str, Any]) -> None:
+    for name, value in attributes.items():
+        with storing(f"the attribute {name!r}"):
+            if isinstance(value, Mapping):
+                owner = file[name] if name in file else file.create_group(name)
+                owner.attrs.update(value)
+            else:
+                file.attrs[name] = value
+
+
+# --- an interrupted run ---
+
+
+def identity(source: Any, version: str | int | None) -> dict[str, Any]:
+    """Return a description of a source, by which two sources are distinguished.
+
+    Neither its code nor its pickle is compared: code may be corrected after an error, and the
+    pickle of a function differs from run to run.
+
+    Args:
+        source: The source.
+        version: Version of its rows. None: the values that it has bound are described.
+    """
+    if not (version is None or isinstance(version, (str, int))):
+        raise TypeError(f"version must be a text, a number or None, got {version!r}")
+    bound = _bound(source) if version is None and callable(source) else {}
+    digests = {name: digest for name, value in bound.items() if (digest := _digest(value))}
+    return {"source": source_name(source), "version": version, "bound": digests}
+
+
+def source_name(source: Any) -> str:
+    """Return the name of a source."""
+    while isinstance(source, functools.partial):
+        source = source.func
+    # A generator has a name, but no module.
+    is_named = callable(source) and hasattr(source, "__qualname__")
+    named = source if is_named else type(source)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _bound(source: Any) -> dict[str, Any]:
+    """Return the values that a partial, a closure or an instance has bound, by name."""
+    if isinstance(source, functools.partial):
+        own = {f"argument {at}": value for at, value in enumerate(source.args)}
+        return {**_bound(source.func), **own, **source.keywords}
+    if inspect.ismethod(source):
+        return _bound(source.__self__)
+    if inspect.isfunction(source):
+        # A variable of the closure may have no value now.
+        with contextlib.suppress(ValueError):
+            return dict(inspect.getclosurevars(source).nonlocals)
+        return {}
+    return dict(getattr(source, "__dict__", {}))
+
+
+def _digest(value: Any) -> str | None:
+    """Return the same text for the same value in every run; None if that is not possible."""
+    try:
+        text = repr(_plain(value))
+    except TypeError:
+        return None
+    # Only a hash is kept, as values may be secret, and the folder may be copied with the data.
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, slice)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(item)) for key, item in value.items()]
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest()
+    raise TypeError(f"{an(type(value).__name__)} may differ from run to run")
+
+
+@contextlib.contextmanager
+def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[Path, int]]:
+    """Give the folder for the parts, locked for this call, and the seed.
+
+    Args:
+        target: Path of the file.
+        run: Description of the run. With None as `random_seed`, that of the run before is used.
+        merge: Whether the parts are not needed afterwards.
+
+    Raises:
+        FileExistsError: The file exists already.
+        StateMismatch: Existing parts are of another run.
+        InvalidState: Another process or thread is packing to the same path.
+        DataFileError: The folder cannot be written.
+        ValueError: The name of the file cannot be written.
+    """
+    check_target(target, merge)
+    folder, owner = parts_folder(target), object()
+    # The lock of a file does not exclude other threads. This is one step of a dict.
+    if _running.setdefault(target, owner) is not owner:
+        raise InvalidState(f"another thread is packing to {target}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(_running.pop, target)
+        try:
+            folder.mkdir(exist_ok=True)
+            file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
+        except OSError as error:
+            raise DataFileError(f"{folder} cannot be written: {error}", str(folder)) from error
+        _lock(file, target)
+        # Another process may just have finished it.
+        must_be_new(target)
+        seed = _resumed_seed(folder, file, run)
+        _remove(folder, "*.tmp")
+        try:
+            yield folder, seed
+        except BaseException:
+            if not any(folder.glob(_PART)):
+                _remove(folder)
+            raise
+        if merge:
+            _remove(folder)
+            return
+        # Workers that were killed and replaced may have left files.
+        _remove(folder, "*.tmp")
+        (folder / _FINISHED).touch()
+
+
+def _resumed_seed(folder: Path, file: IO[bytes], run: Mapping[str, Any]) -> int:
+    """Compare a run with the one that left the parts, or begin one; return its seed.
+
+    Raises:
+        StateMismatch: Existing parts are of another run.
+    """
+    file.seek(0)
+    before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
+    now = {"manifest": 1, **json.loads(json.dumps(run))}
+    if now["random_seed"] is None:
+        now["random_seed"] = fresh_seed() if before is None else before["random_seed"]
+    if before is None:
+        file.truncate(0)
+        file.write(json.dumps(now, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+        sync(folder)
+    elif differences := "; ".join(_differences(before, now)):
+        raise StateMismatch(
+            f"{folder} was left by another run ({differences}); give the same arguments to "
+            "resume it, or remove the folder to begin anew"
+        )
+    seed: int = now["random_seed"]
+    return seed
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in now.items():
+        old = before.get(name)
+        if name == "bound":
+            old = old or {}
+            others = [key for key in {**old, **value} if old.get(key) != value.get(key)]
+            if others:
+                yield f"the source has bound another {', '.join(others)}"
+        elif value != old:
+            yield f"{name} was {old!r}, is {value!r}"
+
+
+def check_target(target: Path, merge: bool) -> None:
+    """Raise FileExistsError, DataFileError or ValueError if a file cannot be made there."""
+    if not target.parent.is_dir():
+        raise DataFileError(f"{target}: there is no folder {target.parent}", str(target))
+    must_be_new(target)
+    if not merge and target.name != target.name.encode(errors="ignore").decode():
+        raise ValueError(
+            f"{target} refers to its parts by its name, which must be UTF-8, got {target.name!r}; "
+            "choose another, or give merge=True"
+        )
+
+
+def must_be_new(target: Path) -> None:
+    """Raise FileExistsError if a path exists."""
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"{target} is there already; remove it, and {parts_folder(target).name} if it is "
+            "there, or choose another name"
+        )
+
+
+def _remove(folder: Path, *patterns: str) -> None:
+    """Remove files of these names; without names, all files of packing and the empty folder."""
+    for pattern in patterns or (_PART, "*.tmp", _MANIFEST, _FINISHED):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+    if not patterns:
+        # The folder may have other files.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _lock(file: Any, target: Path) -> None:
+    """Exclude other processes; the lock ends with this process, and no fork inherits it."""
+    # Windows has no fcntl.
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise InvalidState(f"another process is packing to {target}") from None
+
+
+def _loads(text: bytes, folder: Path) -> dict[str, Any]:
+    """Read the description of the run that left the parts."""
+    if (folder / _FINISHED).exists():
+        raise StateMismatch(
+            f"{folder} is of a run that was finished, and its file is gone; put that back, or "
+            "remove the folder to begin anew"
+        )
+    try:
+        found: dict[str, Any] = json.loads(text)
+        return {"random_seed": found["random_seed"], **found}
+    except (ValueError, KeyError, TypeError):
+        raise StateMismatch(
+            f"{folder / _MANIFEST} does not describe the run that left the shards; remove the "
+            "folder to begin anew"
+        ) from None
+
+
+# --- writing a file ---
+
+
+@contextlib.contextmanager
+def whole(path: Path, folder: Path) -> Iterator[Any]:
+    """Give an `h5py.File` that appears under its name only when all is in it and on the disk.
+
+    Args:
+        path: Path of the file.
+        folder: Folder for the file while it is written; on the same file system.
+    """
+    temporary = folder / f"{path.name}.{os.getpid()}.tmp"
+    try:
+        with guarded(temporary):
+            file = h5py.File(temporary, "w")
+        try:
+            yield file
+        except BaseException:
+            # The first error is the one to report.
+            with contextlib.suppress(Exception):
+                _discard(file)
+            raise
+        with guarded(temporary):
+            file.close()
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _discard(file: Any) -> None:
+    """Close a file whose content is not needed."""
+    # HDF5 writes pending data when it closes a file. If it cannot, as the disk is full, it crashes
+    # when the file's memory is freed. So the data are written to /dev/null.
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, file.id.get_vfd_handle(), inheritable=False)
+    os.close(nowhere)
+    file.close()
+
+
+def sync(path: Path) -> None:
+    """Write the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

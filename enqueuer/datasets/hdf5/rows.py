@@ -26,19 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from enqueuer.common.text import size
-from enqueuer.datasets.hdf5.files import (
-    CACHE_BYTES,
-    CHUNK_BYTES,
-    MOST_OPEN,
-    OpenFiles,
-    data_file_error,
-    dataset_of,
-    datasets_in,
-    h5py,
-    kind_of,
-    opened,
-    readable,
-)
+from enqueuer.datasets.hdf5 import files
+from enqueuer.datasets.hdf5.files import OpenFiles, h5py, kind_of
 from enqueuer.errors import DataFileError
 
 # Blocks of a file. Each takes some hundred bytes here and in every worker.
@@ -49,28 +38,43 @@ _DEEPEST = 32
 _DIRECT_BYTES = 1 << 16
 
 
+class StoredDataset(NamedTuple):
+    """A dataset of a file that holds rows, and does not show those of others.
+
+    Attributes:
+        path: Path of the file.
+        name: Name of the dataset.
+        chunk: Number of rows in a chunk; 0 if it is stored in one piece.
+        compression: Compression, or None.
+        size: Size in the file, in bytes.
+    """
+
+    path: str
+    name: str
+    chunk: int
+    compression: str | None
+    size: int
+
+
 class Stretch(NamedTuple):
     """Rows of a column that lie in one dataset of a file.
 
     Attributes:
         start: First row.
         stop: Row behind the last one.
-        path: Path of the file.
-        dataset: Name of the dataset.
         first: Number of the first row in the dataset.
-        chunk: Number of rows in a chunk of the dataset; 0 if it is stored in one piece.
-        compression: Compression of the dataset, or None.
-        stored: Size of the dataset in the file, in bytes.
+        dataset: The dataset.
     """
 
     start: int
     stop: int
-    path: str
-    dataset: str
     first: int
-    chunk: int
-    compression: str | None
-    stored: int
+    dataset: StoredDataset
+
+    def cut(self, start: int, stop: int) -> Stretch:
+        """Return the part of it between two rows, which may have none."""
+        low, high = max(self.start, start), min(self.stop, stop)
+        return Stretch(low, high, self.first + low - self.start, self.dataset)
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class ColumnLayout:
 
     def starts(self) -> list[int]:
         """Return the first rows of the blocks: chunks, or groups of small ones."""
-        usual = max(1, CHUNK_BYTES // max(1, self.row_bytes))
-        sized = [(at, at.chunk or usual) for at in self.stretches]
+        usual = max(1, files.CHUNK_BYTES // max(1, self.row_bytes))
+        sized = [(at, at.dataset.chunk or usual) for at in self.stretches]
         count = sum((at.stop - at.start) // rows for at, rows in sized)
         together = count // _MOST_BLOCKS + 1
         found: list[int] = []
@@ -110,21 +114,16 @@ class ColumnLayout:
             found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
         return found
 
-    def parts(self, start: int, stop: int, step: int) -> Iterator[Part]:
-        """Yield the stretches that hold some rows, and the numbers of these rows in their files."""
+    def between(self, start: int, stop: int, step: int) -> Iterator[Stretch]:
+        """Yield the stretches of some rows, each from the first row that is wanted on."""
         stretches = self.stretches
         nth = bisect.bisect_right(stretches, start, key=operator.attrgetter("stop"))
-        while nth < len(stretches) and (at := stretches[nth]).start < stop:
-            low = max(start, at.start)
-            low += (start - low) % step
-            high = min(stop, at.stop)
-            if low < high:
-                yield at, low - at.start + at.first, high - at.start + at.first
+        while nth < len(stretches) and stretches[nth].start < stop:
+            low = max(start, stretches[nth].start)
+            part = stretches[nth].cut(low + (start - low) % step, stop)
+            if part.start < part.stop:
+                yield part
             nth += 1
-
-
-# Rows of a dataset: the first, and the one behind the last, are counted in its file.
-Part = tuple[Stretch, int, int]
 
 
 class Layout:
@@ -151,12 +150,12 @@ class Layout:
         self.path = path
         self.columns: dict[str, ColumnLayout] = {}
         self._allow_outside = allow_outside
-        with contextlib.closing(OpenFiles()) as files, opened(path) as file:
+        with contextlib.closing(OpenFiles()) as open_files, files.opened(path) as file:
             self.stamps = {path: _stamp(path)}
             for name, dataset in _datasets(path, file, names).items():
                 stretches, unreadable = [], ""
                 try:
-                    stretches = self._stretches(files, dataset)
+                    stretches = self._stretches(open_files, dataset)
                 except _Scattered as scattered:
                     unreadable = str(scattered)
                 shape, kind = tuple(map(int, dataset.shape or ())), kind_of(dataset.dtype)
@@ -201,7 +200,7 @@ class Layout:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def _stretches(self, files: OpenFiles, dataset: Any, depth: int = 0) -> list[Stretch]:
+    def _stretches(self, open_files: OpenFiles, dataset: Any, depth: int = 0) -> list[Stretch]:
         """Return the stretches of a dataset, which so many virtual datasets show."""
         # A link may lead to another file.
         path = dataset.file.filename
@@ -212,8 +211,9 @@ class Layout:
                 self._inspect_raw(dataset, raw)
             chunk = dataset.chunks[0] if dataset.chunks else 0
             rows = len(dataset) if dataset.shape else 0
-            stored = dataset.compression, int(dataset.id.get_storage_size())
-            return [Stretch(0, rows, path, name, 0, chunk, *stored)] if rows else []
+            size = int(dataset.id.get_storage_size())
+            stored = StoredDataset(path, name, chunk, dataset.compression, size)
+            return [Stretch(0, rows, 0, stored)] if rows else []
         try:
             sources = dataset.virtual_sources()
         except UnicodeDecodeError:
@@ -227,7 +227,7 @@ class Layout:
         found = [
             stretch
             for source in sources
-            for stretch in self._shown(files, path, dataset, source, depth)
+            for stretch in self._shown(open_files, path, dataset, source, depth)
         ]
         found.sort(key=lambda stretch: stretch.start)
         edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
@@ -251,34 +251,30 @@ class Layout:
             ) from None
 
     def _shown(
-        self, files: OpenFiles, whole: str, dataset: Any, source: Any, depth: int
+        self, open_files: OpenFiles, whole: str, dataset: Any, source: Any, depth: int
     ) -> Iterator[Stretch]:
         """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
         start, stop = _rows(source.vspace, dataset.shape)
-        part = self._part(files, whole, source)
-        is_alike = (part.ndim, part.shape[1:]) == (dataset.ndim, dataset.shape[1:])
-        if not is_alike or kind_of(part.dtype) != kind_of(dataset.dtype):
-            raise _Scattered(f"it shows {part.name!r} of {part.file.filename} in another form")
+        shown = self._part(open_files, whole, source)
+        is_alike = (shown.ndim, shown.shape[1:]) == (dataset.ndim, dataset.shape[1:])
+        if not is_alike or kind_of(shown.dtype) != kind_of(dataset.dtype):
+            raise _Scattered(f"it shows {shown.name!r} of {shown.file.filename} in another form")
         first, last = 0, stop - start
         if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
-            first, last = _rows(source.src_space, part.shape)
-        if len(part) < last:
+            first, last = _rows(source.src_space, shown.shape)
+        if len(shown) < last:
+            path, count = shown.file.filename, len(shown)
             raise DataFileError(
-                f"{part.file.filename}: {part.name[1:]!r} has {len(part)} rows, but {whole} reads "
-                f"{last} of it",
-                part.file.filename,
+                f"{path}: {shown.name[1:]!r} has {count} rows, but {whole} reads {last} of it", path
             )
         # HDF5 maps no selection to one of another size, so both have equally many rows.
-        for inner in self._stretches(files, part, depth + 1):
-            low, high = max(inner.start, first), min(inner.stop, last)
-            if low < high:
-                yield inner._replace(
-                    start=low - first + start,
-                    stop=high - first + start,
-                    first=low - inner.start + inner.first,
-                )
+        for inner in self._stretches(open_files, shown, depth + 1):
+            part = inner.cut(first, last)
+            if part.start < part.stop:
+                shift = start - first
+                yield Stretch(part.start + shift, part.stop + shift, part.first, part.dataset)
 
-    def _part(self, files: OpenFiles, whole: str, source: Any) -> Any:
+    def _part(self, open_files: OpenFiles, whole: str, source: Any) -> Any:
         """Return the dataset that one mapping of a virtual dataset in the file `whole` shows."""
         path, name = whole, _unescaped(source.dset_name)
         if source.file_name != ".":
@@ -290,14 +286,14 @@ class Layout:
                 whole,
             )
         self._inspect(path)
-        part = files[path].get(name)
+        part = open_files[path].get(name)
         if not isinstance(part, h5py.Dataset):
             raise DataFileError(f"{path}: there is no dataset {name!r}", path)
         return part
 
 
 def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    there = datasets_in(file)
+    there = files.datasets_in(file)
     if names is None:
         return {name: item for name, item in there.items() if item.shape is not None}
     # These are opened by name, since links to datasets are not visited.
@@ -371,7 +367,7 @@ class RowReader:
         self._columns = columns
         self._files = OpenFiles(self._cache_bytes())
         # Datasets with their caches of chunks, and the objects that give slices of them.
-        self._datasets: dict[tuple[str, str], tuple[Any, Any]] = {}
+        self._datasets: dict[StoredDataset, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -395,8 +391,8 @@ class RowReader:
         found: dict[str, Any] = {}
         paths: set[str] = set()
         for name, column in self._columns.items():
-            parts = [part for piece in pieces for part in column.parts(*piece, step)]
-            paths.update([at.path for at, _, _ in parts])
+            parts = [part for piece in pieces for part in column.between(*piece, step)]
+            paths.update([part.dataset.path for part in parts])
             found[name] = self._column(name, parts, step, None if rest is None else rest[name])
         for path in paths:
             self._layout.check_unchanged(path)
@@ -405,17 +401,17 @@ class RowReader:
     def _cache_bytes(self) -> int:
         """Return the size of the cache of each dataset; many files share the size for one."""
         stretches = [(column, at) for column in self._columns.values() for at in column.stretches]
-        files = len({at.path for _, at in stretches})
-        chunks = (at.chunk * column.row_bytes for column, at in stretches)
-        share = CACHE_BYTES // max(1, min(files, MOST_OPEN))
+        count = len({at.dataset.path for _, at in stretches})
+        chunks = (at.dataset.chunk * column.row_bytes for column, at in stretches)
+        share = files.CACHE_BYTES // max(1, min(count, files.MOST_OPEN))
         # A cache below the size of a chunk has no effect, and each row would unpack its chunk.
-        return max(share, min(CACHE_BYTES, max(chunks, default=0)))
+        return max(share, min(files.CACHE_BYTES, max(chunks, default=0)))
 
     def _column(
-        self, name: str, parts: Sequence[Part], step: int, rest: np.ndarray | None
+        self, name: str, parts: Sequence[Stretch], step: int, rest: np.ndarray | None
     ) -> np.ndarray:
         column = self._columns[name]
-        counts = [len(range(low, high, step)) for _, low, high in parts]
+        counts = [len(range(part.start, part.stop, step)) for part in parts]
         filled = 0 if rest is None else len(rest)
         rows = filled + sum(counts)
         try:
@@ -423,7 +419,7 @@ class RowReader:
             if rest is not None:
                 pool[:filled] = rest
             for part, count in zip(parts, counts, strict=True):
-                self.take(*part, step, pool[filled : filled + count])
+                self.take(part, step, pool[filled : filled + count])
                 filled += count
         except MemoryError as error:
             path, needed = self._layout.path, size(rows * column.row_bytes)
@@ -435,11 +431,12 @@ class RowReader:
             ) from error
         return pool
 
-    def take(self, at: Stretch, low: int, high: int, step: int, into: np.ndarray) -> None:
-        """Read some rows of the dataset of a stretch into an array."""
+    def take(self, at: Stretch, step: int, into: np.ndarray) -> None:
+        """Read the rows of a stretch into an array."""
+        low, high = at.first, at.first + at.stop - at.start
         with self._lock:
             try:
-                dataset, view = self._opened(at)
+                dataset, view = self._opened(at.dataset)
                 if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
                     into[...] = view[low:high:step]
                 else:
@@ -448,19 +445,19 @@ class RowReader:
                 raise
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
                 # A change of the file would explain the error.
-                self._layout.check_unchanged(at.path)
+                self._layout.check_unchanged(at.dataset.path)
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
-                what = f"{rows} of {at.dataset[1:]!r} cannot be read: "
-                raise data_file_error(at.path, error, what) from error
+                what = f"{rows} of {at.dataset.name[1:]!r} cannot be read: "
+                raise files.data_file_error(at.dataset.path, error, what) from error
 
-    def _opened(self, at: Stretch) -> tuple[Any, Any]:
+    def _opened(self, at: StoredDataset) -> tuple[Any, Any]:
         """Return a dataset, and an object whose slices are its rows."""
-        opened = self._datasets.get((at.path, at.dataset))
+        opened = self._datasets.get(at)
         # The file may have been closed meanwhile.
         if opened is None or not opened[0].id.valid:
             self._layout.check_unchanged(at.path)
-            dataset = dataset_of(self._files[at.path], at.dataset)
-            opened = self._datasets[at.path, at.dataset] = dataset, readable(dataset)
+            dataset = files.dataset_of(self._files[at.path], at.name)
+            opened = self._datasets[at] = dataset, files.readable(dataset)
         return opened
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import fingerprint_of, shortened
+from enqueuer.workers.tasks import steps_in
 
 Batch = TypeVar("Batch")
 Array = np.ndarray[Any, Any]
@@ -173,17 +173,17 @@ class HDF5Source(Generic[Batch]):
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
         self._layout = Layout(self._path, _names(keys), bool(allow_outside))
         self._columns = _together(self._layout, is_asked=keys is not None)
-        self._first, self._stop = _bounds(rows, next(iter(self._columns.values())).shape[0])
+        self._rows = _bounds(rows, next(iter(self._columns.values())).shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
         window = given or default_window(self._layout, self._columns, self._size)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
         self._window = window if shuffle else 0
-        self._edges = edges_of(self._columns, self._first, self._stop)
+        self._edges = edges_of(self._columns, self._rows)
         # The values on which a position in a shard depends.
         self._identity = {
-            "first": self._first,
+            "first": self._rows.start,
             "rows": len(self),
             "batch_size": self._size,
             "window": self._window,
@@ -200,7 +200,7 @@ class HDF5Source(Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._stop - self._first
+        return len(self._rows)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a row, or the rows of a slice.
@@ -211,21 +211,20 @@ class HDF5Source(Generic[Batch]):
             ValueError: The step of a slice is not positive.
             DataFileError: The row cannot be read.
         """
-        first = self._first
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            if step < 1:
-                raise ValueError(f"the step of a slice must be >= 1, got {step}")
-            return self._formed(self._own_reader().read([(first + start, first + stop)], step))
         try:
-            row = operator.index(index)
+            found = self._rows[index]
+        except IndexError:
+            raise IndexError(
+                f"row {index} of {self._path} is out of range: it has {len(self)}"
+            ) from None
         except TypeError:
             raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of {self._path} is out of range: it has {len(self)}")
-        row = first + row % len(self)
-        found = self._own_reader().read([(row, row + 1)])
-        return self._formed({name: column[0] for name, column in found.items()})
+        if isinstance(found, int):
+            columns = self._own_reader().read([(found, found + 1)])
+            return self._formed({name: column[0] for name, column in columns.items()})
+        if found.step < 1:
+            raise ValueError(f"the step of a slice must be >= 1, got {found.step}")
+        return self._formed(self._own_reader().read([(found.start, found.stop)], found.step))
 
     def close(self) -> None:
         """Close the file in this process, if it was opened for single rows or slices.
@@ -255,9 +254,9 @@ class HDF5Source(Generic[Batch]):
     def _in_order(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
         """Yield the batches of a shard, slices of the file, from number `first` on."""
         size = self._size
-        stop = self._stop - (len(self) % size if self._drop_last else 0)
-        for start in shard.split(range(self._first, stop, size))[first:]:
-            yield reader.read([(start, min(start + size, stop))])
+        rows = self._rows[: steps_in(len(self), size, self._drop_last) * size]
+        for start in shard.split(rows[::size])[first:]:
+            yield reader.read([(start, min(start + size, rows.stop))])
 
     def _shuffled(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
         """Yield the batches of a shard, drawn from one window after the other."""
@@ -326,15 +325,16 @@ def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
+def _bounds(rows: slice | None, count: int) -> range:
+    """Return the rows that are taken, in their order."""
     if rows is None:
-        return 0, count
+        return range(count)
     if not isinstance(rows, slice):
         raise TypeError(f"rows must be a slice or None, got {rows!r}")
     start, stop, step = rows.indices(count)
     if step != 1:
         raise ValueError(f"the step of rows must be 1, got {step}")
-    return start, max(start, stop)
+    return range(start, max(start, stop))
 
 
 def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -63,17 +64,15 @@ class RowKind(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} of shape {self.shape}"
 
-    @classmethod
-    def of(cls, dtype: Any, shape: tuple[int, ...]) -> RowKind:
-        """Return the type of a dataset of rows."""
-        return cls(kind_of(dtype), shape[1:], dtype)
+    @property
+    def item_bytes(self) -> int:
+        """The size of an item of a row; an estimate if it is stored apart from the chunks."""
+        return _APART.get(self.name.split()[0]) or int(self.dtype.itemsize)
 
-    def apart_bytes(self) -> int:
-        """Return the size of a row that is stored apart from the chunks, and so without filters.
 
-        It is an estimate; 0 for a row in the chunks.
-        """
-        return _APART.get(self.name.split()[0], 0)
+def row_kind(dtype: Any, shape: tuple[int, ...]) -> RowKind:
+    """Return the type of a dataset of rows."""
+    return RowKind(kind_of(dtype), shape[1:], dtype)
 
 
 def by_name(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
@@ -203,21 +202,12 @@ def _ragged(key: str, rows: Any) -> np.ndarray:
 
 def kind_of_column(column: np.ndarray, is_ragged: bool) -> RowKind:
     """Return the type of a column in HDF5."""
+    dtype = column.dtype
     if is_ragged:
-        return RowKind.of(h5py.vlen_dtype(column[0].dtype), column.shape)
-    dtype = h5py.string_dtype() if column.dtype.kind == "O" else column.dtype
-    return RowKind.of(dtype, column.shape)
-
-
-def chunk_rows(kinds: Iterable[RowKind], wanted: int | None) -> int:
-    """Return the number of rows in a chunk of any key; the keys are read together."""
-    if wanted is not None:
-        return wanted
-    largest = max(
-        int(np.prod(kind.shape, dtype=int)) * (kind.apart_bytes() or int(kind.dtype.itemsize))
-        for kind in kinds
-    )
-    return int(min(max(1, CHUNK_BYTES // max(1, largest)), _MOST_CHUNK_ROWS))
+        dtype = h5py.vlen_dtype(column[0].dtype)
+    elif dtype.kind == "O":
+        dtype = h5py.string_dtype()
+    return row_kind(dtype, column.shape)
 
 
 class Writer:
@@ -293,7 +283,10 @@ class Writer:
                 raise ValueError(
                     f"ragged names {sorted(unknown)}, but the source yields {sorted(kinds)}"
                 )
-            self._chunk = chunk_rows(kinds.values(), self._format.chunk_rows)
+            # The keys are read together, so all have as many rows in a chunk.
+            largest = max(math.prod(kind.shape) * kind.item_bytes for kind in kinds.values())
+            usual = min(max(1, CHUNK_BYTES // max(1, largest)), _MOST_CHUNK_ROWS)
+            self._chunk = self._format.chunk_rows or usual
             self.kinds, self._pending = kinds, {key: [] for key in kinds}
         elif kinds.keys() != self.kinds.keys():
             raise ValueError(
@@ -316,7 +309,8 @@ class Writer:
             chunks=(chunk, *kind.shape),
             compression=self._format.compression,
             shuffle=self._format.compression is not None,
-            fletcher32=self._format.checksum and not kind.apart_bytes(),
+            # What is stored apart has no filters.
+            fletcher32=self._format.checksum and not kind.dtype.hasobject,
         )
 
     def _flush(self, count: int) -> None:
