@@ -30,7 +30,7 @@ from enqueuer.datasets.hdf5 import (  # noqa: E402
     files,
     pack,
 )
-from enqueuer.datasets.hdf5 import batches as h5batches  # noqa: E402
+from enqueuer.datasets.hdf5 import source as h5source  # noqa: E402
 from enqueuer.datasets.hdf5.rows import RowReader  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
@@ -225,7 +225,7 @@ def test_a_batch_of_a_file_sorted_by_class_has_many_classes(tmp_path, shards, ch
 
 
 def test_by_default_large_rows_and_large_chunks_do_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(h5batches, "_WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(h5source, "_WINDOW_BYTES", 1 << 20)
     with h5py.File(tmp_path / "a.h5", "w") as file:  # of 40 MiB; none of its chunks is written
         file.create_dataset("x", (640, 1 << 16), "u1", chunks=(16, 1 << 16))
     batches = HDF5Source(tmp_path / "a.h5", "x", 2, shuffle=True)(Shard(0, 1, 0, 7))

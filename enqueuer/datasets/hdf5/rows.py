@@ -1,7 +1,8 @@
-"""The rows of an HDF5 file: the files and datasets that hold them, and reading them.
+"""The content of an HDF5 file: the files and datasets that hold its rows, and reading them.
 
     Layout:     path -> its datasets, and for each of them stretches of rows in files
     RowReader:  rows 10 to 30 --stretches--> 10 to 20 here, 0 to 10 there --> one array
+    describe:   path -> its datasets, how they are stored, and a few statistics
 
 For rows of a virtual dataset whose file is missing or cannot be opened, HDF5 gives zeros without an
 error. So virtual datasets are not read through HDF5. Their mappings are read once, by the layout,
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import math
 import operator
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from enqueuer.errors import DataFileError
 _MOST_BLOCKS = 1 << 16
 # Levels of virtual datasets of virtual datasets. Each takes a few frames of Python's stack.
 _DEEPEST = 32
+# `describe` makes its statistics of as many blocks.
+_SAMPLE_BLOCKS = 16
 # Below this size, another copy costs less than the work of h5py to avoid it.
 _DIRECT_BYTES = 1 << 16
 
@@ -150,12 +154,14 @@ class Layout:
         self.path = path
         self.columns: dict[str, ColumnLayout] = {}
         self._allow_outside = allow_outside
-        with contextlib.closing(OpenFiles()) as open_files, files.opened(path) as file:
+        # None is open once the layout is made.
+        self._files = OpenFiles()
+        with contextlib.closing(self._files), files.opened(path) as file:
             self.stamps = {path: _stamp(path)}
             for name, dataset in _datasets(path, file, names).items():
                 stretches, unreadable = [], ""
                 try:
-                    stretches = self._stretches(open_files, dataset)
+                    stretches = self._stretches(dataset)
                 except _Scattered as scattered:
                     unreadable = str(scattered)
                 shape, kind = tuple(map(int, dataset.shape or ())), kind_of(dataset.dtype)
@@ -200,7 +206,7 @@ class Layout:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def _stretches(self, open_files: OpenFiles, dataset: Any, depth: int = 0) -> list[Stretch]:
+    def _stretches(self, dataset: Any, depth: int = 0) -> list[Stretch]:
         """Return the stretches of a dataset, which so many virtual datasets show."""
         # A link may lead to another file.
         path = dataset.file.filename
@@ -225,9 +231,7 @@ class Layout:
                 path,
             )
         found = [
-            stretch
-            for source in sources
-            for stretch in self._shown(open_files, path, dataset, source, depth)
+            stretch for source in sources for stretch in self._shown(path, dataset, source, depth)
         ]
         found.sort(key=lambda stretch: stretch.start)
         edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
@@ -250,12 +254,10 @@ class Layout:
                 f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
             ) from None
 
-    def _shown(
-        self, open_files: OpenFiles, whole: str, dataset: Any, source: Any, depth: int
-    ) -> Iterator[Stretch]:
+    def _shown(self, whole: str, dataset: Any, source: Any, depth: int) -> Iterator[Stretch]:
         """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
         start, stop = _rows(source.vspace, dataset.shape)
-        shown = self._part(open_files, whole, source)
+        shown = self._part(whole, source)
         is_alike = (shown.ndim, shown.shape[1:]) == (dataset.ndim, dataset.shape[1:])
         if not is_alike or kind_of(shown.dtype) != kind_of(dataset.dtype):
             raise _Scattered(f"it shows {shown.name!r} of {shown.file.filename} in another form")
@@ -268,13 +270,13 @@ class Layout:
                 f"{path}: {shown.name[1:]!r} has {count} rows, but {whole} reads {last} of it", path
             )
         # HDF5 maps no selection to one of another size, so both have equally many rows.
-        for inner in self._stretches(open_files, shown, depth + 1):
+        for inner in self._stretches(shown, depth + 1):
             part = inner.cut(first, last)
             if part.start < part.stop:
                 shift = start - first
                 yield Stretch(part.start + shift, part.stop + shift, part.first, part.dataset)
 
-    def _part(self, open_files: OpenFiles, whole: str, source: Any) -> Any:
+    def _part(self, whole: str, source: Any) -> Any:
         """Return the dataset that one mapping of a virtual dataset in the file `whole` shows."""
         path, name = whole, _unescaped(source.dset_name)
         if source.file_name != ".":
@@ -286,7 +288,7 @@ class Layout:
                 whole,
             )
         self._inspect(path)
-        part = open_files[path].get(name)
+        part = self._files[path].get(name)
         if not isinstance(part, h5py.Dataset):
             raise DataFileError(f"{path}: there is no dataset {name!r}", path)
         return part
@@ -464,3 +466,151 @@ class RowReader:
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     """Return whether HDF5 can read rows of a type into an array of numpy."""
     return not dtype.hasobject and dtype.subdtype is None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One dataset of a file.
+
+    Attributes:
+        name: Its path in the file, such as `"x"` or `"train/x"`.
+        shape: Its shape; the first number is that of the rows.
+        dtype: Name of the dtype in numpy; `"text"` or `"ragged int32"` for rows of variable length.
+        chunk: Number of rows in a chunk; 0 if it is stored in one piece.
+        compression: Compression such as `"gzip"`, or None.
+        stored: Size in the file, or in all files of a virtual dataset, in bytes.
+        is_virtual: Whether its rows lie in other files.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: int
+    compression: str | None
+    stored: int
+    is_virtual: bool
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A few statistics of a column; None where they make no sense.
+
+    Attributes:
+        rows: Number of rows that the statistics are of.
+        minimum: Smallest number.
+        mean: Mean of all numbers.
+        maximum: Largest number.
+        not_finite: Number of values that are NaN or infinite; they are left out of the others.
+    """
+
+    rows: int
+    minimum: float | None = None
+    mean: float | None = None
+    maximum: float | None = None
+    not_finite: int = 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description of a file.
+
+    Attributes:
+        path: Path of the file.
+        bytes: Size of the file and of all files that hold rows of its virtual datasets.
+        files: Number of these files.
+        columns: All its datasets.
+        summaries: A summary for each column.
+        attributes: Attributes of the file.
+        column_attributes: Attributes of each column that has some.
+        outside: Files that hold rows, and that are not in the folder of the file.
+    """
+
+    path: str
+    bytes: int
+    files: int
+    columns: tuple[Column, ...]
+    summaries: tuple[Summary, ...]
+    attributes: dict[str, Any]
+    column_attributes: dict[str, dict[str, Any]]
+    outside: tuple[str, ...]
+
+
+def describe(
+    path: str | os.PathLike[str],
+    full: bool = False,
+    progress: Callable[[int], object] | None = None,
+    allow_outside: bool = True,
+) -> Description:
+    """Describe an HDF5 file: its datasets, how they are stored, and a few statistics.
+
+    Args:
+        path: Path of the file.
+        full: Whether the statistics are of all rows; by default of 16 chunks, evenly spread.
+        progress: Function that is called with the number of rows whenever some were read.
+        allow_outside: Whether rows may be read from files that are not in the folder of the file;
+            True by default. A file that you do not trust can show you any file of yours.
+
+    Raises:
+        DataFileError: The file or one of its parts is missing, broken or being written, or a
+            part lies outside of its folder, and `allow_outside` is False.
+
+    Example:
+        >>> import os, tempfile, h5py
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "a.h5")
+        ...     with h5py.File(path, "w") as file:
+        ...         file["x"] = [[1.0, 2.0], [3.0, 6.0]]
+        ...     found = describe(path)
+        >>> found.columns[0].name, found.columns[0].shape, found.summaries[0].mean
+        ('x', (2, 2), 3.0)
+    """
+    layout = Layout(os.path.abspath(path), allow_outside=allow_outside)
+    with files.opened(layout.path) as file:
+        attributes = dict(file.attrs)
+        own = {name: dict(file[name].attrs) for name in layout.columns if file[name].attrs}
+    return Description(
+        path=str(path),
+        bytes=sum(size for size, _ in layout.stamps.values()),
+        files=len(layout.stamps),
+        columns=tuple(itertools.starmap(_column, layout.columns.items())),
+        summaries=tuple(_summary(layout, name, full, progress) for name in layout.columns),
+        attributes=attributes,
+        column_attributes=own,
+        outside=tuple(filter(layout.is_outside, layout.stamps)),
+    )
+
+
+def _column(name: str, found: ColumnLayout) -> Column:
+    datasets = list(dict.fromkeys(at.dataset for at in found.stretches))
+    chunk, compression = (datasets[0].chunk, datasets[0].compression) if datasets else (0, None)
+    stored = sum(dataset.size for dataset in datasets)
+    return Column(name, found.shape, found.kind, chunk, compression, stored, found.is_virtual)
+
+
+def _summary(
+    layout: Layout, name: str, full: bool, progress: Callable[[int], object] | None
+) -> Summary:
+    column = layout.columns[name]
+    if not column.stretches or column.dtype.kind not in "biuf":
+        return Summary(0)
+    blocks = list(itertools.pairwise([*column.starts(), column.shape[0]]))
+    if not full and len(blocks) > _SAMPLE_BLOCKS:
+        picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
+        blocks = [blocks[at] for at in picked]
+    rows, numbers, total, bad = 0, 0, 0.0, 0
+    least, most = math.inf, -math.inf
+    with contextlib.closing(RowReader(layout, {name: column})) as reader:
+        for start, stop in blocks:
+            block = reader.read([(start, stop)])[name]
+            finite = block[np.isfinite(block)]
+            rows += len(block)
+            bad += block.size - finite.size
+            if finite.size:
+                numbers += finite.size
+                total += float(finite.sum(dtype=np.float64))
+                least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+            if progress is not None:
+                progress(stop - start)
+    if not numbers:
+        return Summary(rows, not_finite=bad)
+    return Summary(rows, least, total / numbers, most, bad)

@@ -1,7 +1,14 @@
 """Reading: an HDF5 file as a source of batches, and as a sequence of rows.
 
-    in a worker:  batches of a shard (`batches`)
+    in a worker:  batches of a shard, which are slices of the file in its order, or, with shuffle,
+                  edges of chunks -> pieces -> a shard's stretch of the shuffled pieces
+                  -> windows -> batches
     anywhere:     source[3], source[10:20], for a sampler or for yourself
+
+HDF5 reads, and unpacks, whole chunks. So whole chunks are taken in random order, some of them are
+read into a window, and rows are drawn from that: each chunk is read once an epoch, where random
+rows would read one chunk for each row. Pieces are ranges of rows: an array with a start and a stop
+in each line.
 
 A reader belongs to the process that made it. Workers get the path, and the layout that was found
 when the source was made.
@@ -21,7 +28,6 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.epochs import ShardBatches, take_rows
-from enqueuer.datasets.hdf5.batches import ORDER, default_window, edges_of, pieces_of, windows
 from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
@@ -44,6 +50,29 @@ class HDF5Options(TypedDict, total=False):
     drop_last: bool
     allow_outside: bool
 
+
+# The default window. A worker holds at most twice as much, and its first batch waits until it is
+# read. It holds 128 chunks of a packed file: of a file sorted by class a batch of 64 rows then has
+# 45 classes of 100, where a shuffle of all rows has 47. With 16 chunks it would have 20.
+_WINDOW_BYTES = 128 << 20
+# Smallest number of batches in a window, however large a row is.
+_WINDOW_BATCHES = 4
+# Bytes that a row in a window needs beside its data: two indices, copied once.
+_ROW_BYTES = 32
+# Bytes that a Python object, such as a string, needs beside its data.
+_OBJECT_BYTES = 100
+
+# Pieces that each of several shards gets, about. A file with too few chunks is cut finer than
+# its chunks, and several shards read the same chunk. Without that, a shard of a small sorted file
+# would have few of its classes. Each shard reads no more than _PIECE_BYTES for that, unless it
+# had fewer than _FEWEST_PIECES then: it would have the same rows in every epoch.
+_PIECES = 112
+_PIECE_BYTES = 112 << 20
+_FEWEST_PIECES = 4
+
+# Number of the method that makes windows. It is part of a state, since another method gives the
+# same rows in another order; states without it are of the first method.
+_ORDER = 3
 
 # What to do if a state differs in one of these values.
 _ADVICE = {
@@ -177,10 +206,10 @@ class HDF5Source(Generic[Batch]):
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
-        window = given or default_window(self._layout, self._columns, self._size)
+        window = given or _default_window(self._layout, self._columns, self._size)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
         self._window = window if shuffle else 0
-        self._edges = edges_of(self._columns, self._rows)
+        self._edges = _edges_of(self._columns, self._rows)
         # The values on which a position in a shard depends.
         self._identity = {
             "first": self._rows.start,
@@ -188,7 +217,7 @@ class HDF5Source(Generic[Batch]):
             "batch_size": self._size,
             "window": self._window,
             "chunks": len(self._edges) - 1 if shuffle else 0,
-            **({"order": ORDER} if shuffle else {}),
+            **({"order": _ORDER} if shuffle else {}),
         }
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._reader: RowReader | None = None
@@ -247,9 +276,8 @@ class HDF5Source(Generic[Batch]):
     def _batches(self, shard: Shard, first: int) -> Generator[Any]:
         with contextlib.closing(RowReader(self._layout, self._columns)) as reader:
             make = self._shuffled if self._window else self._in_order
-            for batch in make(reader, shard, first):
-                yield self._formed(batch)
-                del batch
+            # This frame refers to no batch.
+            yield from map(self._formed, make(reader, shard, first))
 
     def _in_order(self, reader: RowReader, shard: Shard, first: int) -> Iterator[Rows]:
         """Yield the batches of a shard, slices of the file, from number `first` on."""
@@ -264,9 +292,7 @@ class HDF5Source(Generic[Batch]):
         left = len(self) // shard.count // size if self._drop_last else sys.maxsize
         # Which rows come is drawn without reading any, so earlier batches can be left out.
         numbers, rest, number = np.empty(0, int), None, 0
-        row_bytes = sum(column.row_bytes for column in self._columns.values())
-        pieces = pieces_of(shard, self._edges, self._window, row_bytes)
-        for window in windows(pieces, self._window):
+        for window in _windows(self._pieces_of(shard), self._window):
             before = numbers
             numbers = np.concatenate([before, *(np.arange(*piece) for piece in window)])
             drawn = shard.rng.permutation(len(numbers))
@@ -290,6 +316,23 @@ class HDF5Source(Generic[Batch]):
             numbers = numbers[drawn[full:]]
         if not self._drop_last and len(numbers) and number >= first:
             yield _rows_by_number(reader, numbers) if rest is None else rest
+
+    def _pieces_of(self, shard: Shard) -> np.ndarray:
+        """Return the pieces of a shard in the order of its epoch."""
+        edges = self._edges
+        # The windows of a single shard have rows of all pieces.
+        wanted = _FEWEST_PIECES
+        if shard.count > 1:
+            row_bytes = sum(column.row_bytes for column in self._columns.values())
+            piece_bytes = int(np.diff(edges).max(initial=0)) * row_bytes
+            affordable = _PIECE_BYTES // max(1, piece_bytes)
+            wanted = shard.count * min(_PIECES, max(_FEWEST_PIECES, affordable))
+        pieces = _finer(wanted, edges)
+        groups = shard.count * max(1, len(self) // shard.count // self._window)
+        # All shards must agree on the order of the pieces, so it is not drawn from shard.rng.
+        seed = np.random.SeedSequence(shard.random_seed, spawn_key=(shard.epoch,))
+        order = _spread(len(pieces), groups, np.random.default_rng(seed))
+        return _stretch(pieces[order], shard.index, shard.count)
 
     def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
@@ -369,3 +412,98 @@ def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
 
 def _taken(pool: Rows, indices: np.ndarray) -> Rows:
     return {name: take_rows(array, indices) for name, array in pool.items()}
+
+
+def _finer(count: int, edges: np.ndarray) -> np.ndarray:
+    """Return about `count` pieces, as far as there are rows, by cutting pieces if they are too few.
+
+    Of a file with few chunks each shard would have the same rows in every epoch.
+
+    Example:
+        >>> _finer(4, np.array([0, 10, 13])).tolist()
+        [[0, 5], [5, 10], [10, 11], [11, 13]]
+    """
+    low, high = edges[:-1, None], edges[1:, None]
+    cuts = max(1, round(count / max(1, len(low))))
+    parts = low + (high - low) * np.arange(cuts + 1) // cuts
+    pieces = np.stack([parts[:, :-1].ravel(), parts[:, 1:].ravel()], axis=1)
+    return pieces[pieces[:, 0] < pieces[:, 1]]
+
+
+def _spread(count: int, groups: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a random order of pieces in which each group has some of all parts of a file.
+
+    Pieces that follow each other in the file, as many as there are groups, go to different
+    groups. A file sorted by class so gives each window about the same number of pieces of each
+    class; a plain permutation would give it a third of the classes not at all.
+
+    Args:
+        count: Number of pieces.
+        groups: Number of groups: windows, over all shards.
+        rng: Random generator of the epoch.
+
+    Example:
+        >>> _spread(6, 3, np.random.default_rng(7)).reshape(3, 2) // 3
+        array([[0, 1],
+               [1, 0],
+               [0, 1]])
+    """
+    rounds = np.tile(np.arange(groups), (-(-count // groups), 1))
+    group_of = rng.permuted(rounds, axis=1).reshape(-1)[:count]
+    return np.lexsort((rng.random(count), group_of))
+
+
+def _stretch(pieces: np.ndarray, index: int, count: int) -> np.ndarray:
+    """Return a shard's stretch of consecutive pieces; shards differ by at most one row.
+
+    The pieces at its ends may be cut, and are then read by two shards.
+
+    Example:
+        >>> _stretch(np.array([(0, 4), (8, 12)]), index=0, count=2).tolist()
+        [[0, 4]]
+        >>> _stretch(np.array([(0, 4), (8, 12)]), index=1, count=3).tolist()
+        [[2, 4], [8, 9]]
+    """
+    start, stop = pieces[:, :1], pieces[:, 1:]
+    ends = np.cumsum(stop - start)[:, None]
+    bounds = (stop - start).sum() * np.array([index, index + 1]) // count
+    found: np.ndarray = np.clip(stop - ends + bounds, start, stop)
+    return found[found[:, 0] < found[:, 1]]
+
+
+def _windows(pieces: np.ndarray, rows: int) -> list[np.ndarray]:
+    """Return pieces in groups with about equally many rows, at least `rows` on average.
+
+    A smaller last group would have few pieces, which mix badly.
+
+    Example:
+        >>> pieces = np.array([(0, 4), (4, 8), (8, 12)])
+        >>> [window.tolist() for window in _windows(pieces, rows=5)]
+        [[[0, 4], [4, 8]], [[8, 12]]]
+        >>> [window.tolist() for window in _windows(pieces, rows=4)]
+        [[[0, 4]], [[4, 8]], [[8, 12]]]
+    """
+    passed = np.cumsum(pieces[:, 1] - pieces[:, 0])
+    total = max(1, int(passed[-1:].sum()))
+    full = passed * max(1, total // rows) // total
+    return np.split(pieces, np.flatnonzero(np.diff(full, prepend=0)) + 1)[:-1]
+
+
+def _edges_of(columns: Mapping[str, ColumnLayout], rows: range) -> np.ndarray:
+    """Return the edges of the chunks with these rows."""
+    # To read a chunk twice costs most in the column with the largest rows.
+    largest = max(columns.values(), key=lambda column: column.row_bytes)
+    starts = [rows.start, *largest.starts(), rows.stop]
+    return np.unique(np.clip(starts, rows.start, rows.stop))
+
+
+def _default_window(layout: Layout, columns: Mapping[str, ColumnLayout], batch_size: int) -> int:
+    """Return the number of rows that `_WINDOW_BYTES` hold, but at least some batches."""
+    row_bytes = _ROW_BYTES + sum(column.row_bytes for column in columns.values())
+    objects = [column for column in columns.values() if column.dtype.hasobject]
+    if objects:
+        # h5py has no size for text and ragged rows. They cannot be compressed, so their files
+        # are at least as large as they are.
+        files = sum(size for size, _ in layout.stamps.values())
+        row_bytes += len(objects) * _OBJECT_BYTES + files // max(1, objects[0].shape[0])
+    return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * batch_size)
