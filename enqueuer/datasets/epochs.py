@@ -122,11 +122,18 @@ class EpochBatches(ABC, Generic[Batch]):
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
-        steps = self._steps(shard)
+        steps = steps_in(self._count, self._size, self._drop_last)
+        if self._drop_last:
+            if steps < shard.count:
+                raise ValueError(
+                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
+                    "drop_last is True; give fewer shards, or a smaller batch_size"
+                )
+            steps -= steps % shard.count
 
         def begin(at: int) -> Generator[Batch]:
             order = self._order_of(shard)
-            for step in steps[at:]:
+            for step in range(shard.index, steps, shard.count)[at:]:
                 yield self._batch(order[step * self._size : (step + 1) * self._size], shard)
 
         return ShardBatches(begin, self._identity, first=first_item)
@@ -140,18 +147,6 @@ class EpochBatches(ABC, Generic[Batch]):
     @abstractmethod
     def _batch(self, indices: range | np.ndarray, shard: Shard) -> Batch:
         """Return the batch of some indices; None: no batch."""
-
-    def _steps(self, shard: Shard) -> range:
-        """Return the numbers of a shard's batches in the epoch."""
-        steps = steps_in(self._count, self._size, self._drop_last)
-        if self._drop_last:
-            if steps < shard.count:
-                raise ValueError(
-                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
-                    "drop_last is True; give fewer shards, or a smaller batch_size"
-                )
-            steps -= steps % shard.count
-        return range(shard.index, steps, shard.count)
 
     def _order_of(self, shard: Shard) -> range | np.ndarray:
         if not self._shuffle:

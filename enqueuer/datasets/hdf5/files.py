@@ -59,7 +59,19 @@ def data_file_error(
     path: str | os.PathLike[str], error: Exception, what: str = ""
 ) -> DataFileError:
     """Return the DataFileError for an error of h5py."""
-    return DataFileError(f"{path}: {what}{_reason(path, error)}", str(path))
+    text, parts = str(error), parts_folder(path)
+    known = (reason for pattern, reason in _REASONS.items() if re.search(pattern, text))
+    reason = next(known, "{}").format(text)
+    if os.path.isdir(path):
+        reason = "a folder, and no HDF5 file"
+    elif isinstance(error, FileNotFoundError) and parts.is_dir():
+        reason = (
+            f"not there yet, but {parts.name} is: it is being packed, or that was interrupted; "
+            "run the same pack again to go on"
+        )
+    elif isinstance(error, FileNotFoundError):
+        reason = "no such file"
+    return DataFileError(f"{path}: {what}{reason}", str(path))
 
 
 def opened(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
@@ -100,23 +112,6 @@ class OpenFiles(dict[str, Any]):
             path, file = self.popitem()
             with guarded(path):
                 file.close()
-
-
-def _reason(path: str | os.PathLike[str], error: Exception) -> str:
-    text = str(error)
-    if os.path.isdir(path):
-        return "a folder, and no HDF5 file"
-    if isinstance(error, FileNotFoundError):
-        if parts_folder(path).is_dir():
-            return (
-                f"not there yet, but {parts_folder(path).name} is: it is being packed, or that was "
-                "interrupted; run the same pack again to go on"
-            )
-        return "no such file"
-    for pattern, reason in _REASONS.items():
-        if re.search(pattern, text):
-            return reason.format(text)
-    return text
 
 
 def parts_folder(path: str | os.PathLike[str]) -> Path:

@@ -439,10 +439,12 @@ class RowReader:
         with self._lock:
             try:
                 dataset, view = self._opened(at.dataset)
-                if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
-                    into[...] = view[low:high:step]
-                else:
+                # HDF5 reads neither objects nor items that are arrays into an array of numpy.
+                is_plain = not dataset.dtype.hasobject and dataset.dtype.subdtype is None
+                if is_plain and into.nbytes >= _DIRECT_BYTES:
                     dataset.read_direct(into, np.s_[low:high:step])
+                else:
+                    into[...] = view[low:high:step]
             except DataFileError:
                 raise
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
@@ -461,11 +463,6 @@ class RowReader:
             dataset = files.dataset_of(self._files[at.path], at.name)
             opened = self._datasets[at] = dataset, files.readable(dataset)
         return opened
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    """Return whether HDF5 can read rows of a type into an array of numpy."""
-    return not dtype.hasobject and dtype.subdtype is None
 
 
 @dataclass(frozen=True)
@@ -597,8 +594,7 @@ def _summary(
     if not full and len(blocks) > _SAMPLE_BLOCKS:
         picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
         blocks = [blocks[at] for at in picked]
-    rows, numbers, total, bad = 0, 0, 0.0, 0
-    least, most = math.inf, -math.inf
+    rows, bad, found = 0, 0, []
     with contextlib.closing(RowReader(layout, {name: column})) as reader:
         for start, stop in blocks:
             block = reader.read([(start, stop)])[name]
@@ -606,11 +602,11 @@ def _summary(
             rows += len(block)
             bad += block.size - finite.size
             if finite.size:
-                numbers += finite.size
-                total += float(finite.sum(dtype=np.float64))
-                least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+                total = float(finite.sum(dtype=np.float64))
+                found.append((finite.size, total, float(finite.min()), float(finite.max())))
             if progress is not None:
                 progress(stop - start)
-    if not numbers:
+    if not found:
         return Summary(rows, not_finite=bad)
-    return Summary(rows, least, total / numbers, most, bad)
+    numbers, totals, least, most = zip(*found, strict=True)
+    return Summary(rows, min(least), sum(totals) / sum(numbers), max(most), bad)

@@ -300,19 +300,6 @@ class Writer:
                     f"{self.kinds[key]}; all rows of a key must be alike"
                 )
 
-    def _create(self, key: str, kind: RowKind, chunk: int) -> Any:
-        return self._file.create_dataset(
-            key,
-            shape=(0, *kind.shape),
-            maxshape=(None, *kind.shape),
-            dtype=kind.dtype,
-            chunks=(chunk, *kind.shape),
-            compression=self._format.compression,
-            shuffle=self._format.compression is not None,
-            # What is stored apart has no filters.
-            fletcher32=self._format.checksum and not kind.dtype.hasobject,
-        )
-
     def _flush(self, count: int) -> None:
         """Write so many of the rows that are pending."""
         if not count:
@@ -322,7 +309,17 @@ class Writer:
         if not self._datasets:
             for key, kind in self.kinds.items():
                 with storing(repr(key)):
-                    self._datasets[key] = self._create(key, kind, chunk)
+                    self._datasets[key] = self._file.create_dataset(
+                        key,
+                        shape=(0, *kind.shape),
+                        maxshape=(None, *kind.shape),
+                        dtype=kind.dtype,
+                        chunks=(chunk, *kind.shape),
+                        compression=self._format.compression,
+                        shuffle=self._format.compression is not None,
+                        # What is stored apart has no filters.
+                        fletcher32=self._format.checksum and not kind.dtype.hasobject,
+                    )
         for key, dataset in self._datasets.items():
             pending = self._pending[key]
             rows = pending[0] if len(pending) == 1 else np.concatenate(pending)
