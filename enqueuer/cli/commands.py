@@ -6,22 +6,26 @@ inspect:  an HDF5 file -> its keys, sizes and statistics, as a table or as JSON
 report:   a trace -> a page, and the same in a few lines
 bench:    a generator function -> its speed on threads and processes, and how to run it best
 
-The docstring of a command's function is its help. `bench` shows the current measurement if standard
-error is a terminal.
+The docstring of a command's function is its help. argparse puts the option's name before the error
+of a type. `bench` shows the current measurement if standard error is a terminal.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import inspect
 import json
+import operator
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from enqueuer.cli.arguments import Commands, UnusableSource, add_command, load_source, seconds
+from enqueuer.common.extras import install_command
 from enqueuer.common.text import pluralize, printable, size, table
 from enqueuer.errors import DataFileError
 from enqueuer.monitoring import usage
@@ -38,9 +42,79 @@ _LONGEST_VALUE = 60
 _HEAD = ("key", "shape", "dtype", "chunk", "compression", "stored", "min", "mean", "max")
 
 
-def add_demo(commands: Commands) -> None:
+class UnusableSource(Exception):
+    """The named source is missing, or cannot be used."""
+
+
+_EXIT_CODES = "exit codes: 0 done, 1 failed, 2 wrong arguments, 130 after Ctrl-C, 143 after SIGTERM"
+
+
+class Command(argparse.ArgumentParser):
+    """The parser of a command; each method adds an argument."""
+
+    def source(self, kind: str) -> None:
+        """Add `MODULE:FUNCTION`, an object of this kind."""
+        text = f"{kind}; found from the current directory"
+        self.add_argument("source", type=module_and_name, metavar="MODULE:FUNCTION", help=text)
+
+    def number(self, option: str, help: str, default: int | None = None, least: int = 1) -> None:
+        """Add an option that takes a whole number from `least` on."""
+        read = functools.partial(whole_number, least=least)
+        self.add_argument(option, type=read, default=default, metavar="N", help=help)
+
+    def names(self, option: str, help: str, default: Any = None) -> None:
+        """Add an option that takes names with commas between."""
+        self.add_argument(option, type=names, default=default, metavar="A,B", help=help)
+
+    def backend(self, default: str | None, help: str = "kind of the workers") -> None:
+        """Add `--backend`."""
+        self.add_argument("--backend", choices=("thread", "process"), default=default, help=help)
+
+    def flag(self, option: str, help: str) -> None:
+        """Add an option that is True if it is given."""
+        self.add_argument(option, action="store_true", help=help)
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add all commands to the parser of the command line."""
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Command
+    )
+    for add in (_add_demo, _add_pack, _add_inspect, _add_report, _add_bench):
+        add(commands)
+
+
+# argparse has no public name for the result of add_subparsers.
+Commands: TypeAlias = Any
+
+
+def _add_command(
+    commands: Commands, run: Callable[[argparse.Namespace], int], extra: str = ""
+) -> Command:
+    """Add a command, and return its parser.
+
+    Args:
+        commands: The commands.
+        run: Function that runs it. The command has its name, and its docstring is the help.
+        extra: Extra of this package that the command needs.
+    """
+    # With -OO, Python has no docstrings.
+    text, _, examples = (inspect.getdoc(run) or "").partition("\n\nExamples:\n")
+    title = text.partition(".\n")[0]
+    command: Command = commands.add_parser(
+        run.__name__.strip("_"),
+        help=title[:1].lower() + title[1:],
+        description=f"{text}\nWhat it needs: {install_command(extra)}" if extra else text,
+        epilog=(f"examples:\n{examples}\n\n" if examples else "") + _EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_demo(commands: Commands) -> None:
     """Add `demo` and its options."""
-    command = add_command(commands, _demo, extra="demo")
+    command = _add_command(commands, _demo, extra="demo")
     command.number("--workers", "number of threads or processes that make batches (default: 2)", 2)
     command.number("--epochs", "number of passes through the training images (default: 8)", 8)
     command.number("--batch-size", "number of images in a batch (default: 64)", 64)
@@ -78,9 +152,9 @@ def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_pack(commands: Commands) -> None:
+def _add_pack(commands: Commands) -> None:
     """Add `pack` and its options."""
-    command = add_command(commands, _pack, extra="hdf5")
+    command = _add_command(commands, _pack, extra="hdf5")
     command.source("a generator function of a shard, or any iterable")
     command.add_argument("path", metavar="OUT.h5", help="the file to write")
     command.number("--workers", "number of workers, one shard at a time each (default: 1)", 1)
@@ -173,9 +247,9 @@ def _dry_run(source: Any, given: dict[str, Any]) -> Iterator[str]:
     yield from _table_of(found)
 
 
-def add_inspect(commands: Commands) -> None:
+def _add_inspect(commands: Commands) -> None:
     """Add `inspect` and its options."""
-    command = add_command(commands, _inspect, extra="hdf5")
+    command = _add_command(commands, _inspect, extra="hdf5")
     command.add_argument("path", metavar="FILE.h5", help="the file to inspect")
     command.flag("--refuse-outside", "fail if it shows data of files outside of its folder")
     command.flag("--json", "print all of it as JSON")
@@ -271,9 +345,9 @@ def _plain(attributes: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def add_report(commands: Commands) -> None:
+def _add_report(commands: Commands) -> None:
     """Add `report` and its options."""
-    command = add_command(commands, _report)
+    command = _add_command(commands, _report)
     command.add_argument(
         "path", metavar="TRACE.json", help="file that trace= of an enqueuer has written"
     )
@@ -321,9 +395,9 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_bench(commands: Commands) -> None:
+def _add_bench(commands: Commands) -> None:
     """Add `bench` and its options."""
-    command = add_command(commands, _bench)
+    command = _add_command(commands, _bench)
     command.source("a generator function of a shard, or without arguments")
     times = {
         "--seconds": (2.5, "time to measure each setting; more if batches take longer"),
@@ -383,3 +457,73 @@ def _show(options: argparse.Namespace, text: str) -> None:
     """Replace the line on a terminal that shows the current measurement; nothing on a pipe."""
     if sys.stderr.isatty() and not options.quiet:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+# --- what arguments become ---
+
+
+def load_source(module: str, name: str) -> Any:
+    """Import a source, from the current directory first, as `python -m` does.
+
+    Raises:
+        UnusableSource: There is no such module, or it lacks that name.
+    """
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that exists may lack a module that it imports.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise UnusableSource(f"there is no module {module!r}, seen from {os.getcwd()}") from None
+    try:
+        return operator.attrgetter(name)(found)
+    except AttributeError:
+        raise UnusableSource(f"module {module!r} has no {name!r}") from None
+
+
+def whole_number(text: str, least: int) -> int:
+    """Read a whole number from `least` on."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, got {text!r}")
+    return number
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_LONGEST_S = 1e6
+
+
+def seconds(text: str) -> float:
+    """Read a time, such as 20ms, 3s or 0.5."""
+    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text.strip()[len(number) :].strip() or "s"
+    try:
+        found = float(number) * _UNITS[unit]
+    except (ValueError, KeyError):
+        found = -1.0
+    if not 0 <= found < _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"must be a time such as 20ms, 3s or 0.5, got {text!r}")
+    return found
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read names with commas between."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"must be names with commas between, got {text!r}")
+    return found
+
+
+def module_and_name(text: str) -> tuple[str, str]:
+    """Read MODULE:FUNCTION."""
+    module, _, name = text.partition(":")
+    parts = [*module.split("."), *name.split(".")]
+    if module.endswith(".py") or not all(part.isidentifier() for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"must be MODULE:FUNCTION, where MODULE is a name that Python imports, got {text!r}"
+        )
+    return module, name

@@ -6,6 +6,7 @@ arguments, 130 interrupted by Ctrl-C, 143 ended by SIGTERM.
 """
 
 import argparse
+import re
 import signal
 import sys
 import threading
@@ -13,10 +14,29 @@ from collections.abc import Sequence
 from types import FrameType
 
 from enqueuer import __version__
-from enqueuer.cli.arguments import USER_ERRORS, Command, in_shell
-from enqueuer.cli.commands import add_bench, add_demo, add_inspect, add_pack, add_report
+from enqueuer.cli.commands import UnusableSource, add_commands
 from enqueuer.common.text import printable
+from enqueuer.errors import DataFileError, FrameworkUnavailable, InvalidState, StateMismatch
 
+# Errors that the user can fix; those of the source itself need their traceback.
+_USER_ERRORS = (
+    DataFileError,
+    FileExistsError,
+    FrameworkUnavailable,
+    InvalidState,
+    StateMismatch,
+    UnusableSource,
+)
+# Messages advise options of Python, which have other names on the command line.
+_SHELL_OPTIONS = {
+    "keys=": "--keys ",
+    "ragged=": "--ragged ",
+    "batched=False": "--samples",
+    "merge=True": "--merge",
+    "shards=": "--shards ",
+    "random_seed ": "--seed ",
+    "allow_outside=False": "--refuse-outside",
+}
 # Shells report a death by a signal by these numbers.
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -43,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = options.run(options)
         return code
-    except USER_ERRORS as error:
+    except _USER_ERRORS as error:
         # A message may quote names from a file. Its own line breaks stay.
-        lines = map(printable, in_shell(str(error)).split("\n"))
+        lines = map(printable, _in_shell(str(error)).split("\n"))
         print("enqueuer:", "\n".join(lines), file=sys.stderr)
         return 1
     except _Terminated:
@@ -59,17 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
+def _in_shell(text: str) -> str:
+    """Return a message with the options of the command line in place of those of Python.
+
+    Example:
+        >>> _in_shell("pad them, or give ragged=['x', 'y']")
+        'pad them, or give --ragged x,y'
+    """
+    for found in re.findall(r"\b(?:keys|ragged)=\[.*?\]", text):
+        text = text.replace(found, re.sub(r"[\[\]']|(?<=,) ", "", found))
+    for python, shell in _SHELL_OPTIONS.items():
+        text = text.replace(python, shell)
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="enqueuer",
         description="Run any Python generator ahead of the loop that consumes it.",
     )
     parser.add_argument("--version", action="version", version=f"enqueuer {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=Command
-    )
-    for add in (add_demo, add_pack, add_inspect, add_report, add_bench):
-        add(commands)
+    add_commands(parser)
     return parser
 
 
