@@ -40,6 +40,8 @@ _DEEPEST = 32
 _SAMPLE_BLOCKS = 16
 # Below this size, another copy costs less than the work of h5py to avoid it.
 _DIRECT_BYTES = 1 << 16
+# The row behind the last one of a stretch.
+_STOP = operator.attrgetter("stop")
 
 
 class StoredDataset(NamedTuple):
@@ -121,7 +123,7 @@ class ColumnLayout:
     def between(self, start: int, stop: int, step: int) -> Iterator[Stretch]:
         """Yield the stretches of some rows, each from the first row that is wanted on."""
         stretches = self.stretches
-        nth = bisect.bisect_right(stretches, start, key=operator.attrgetter("stop"))
+        nth = bisect.bisect_right(stretches, start, key=_STOP)
         while nth < len(stretches) and stretches[nth].start < stop:
             low = max(start, stretches[nth].start)
             part = stretches[nth].cut(low + (start - low) % step, stop)
@@ -439,12 +441,10 @@ class RowReader:
         with self._lock:
             try:
                 dataset, view = self._opened(at.dataset)
-                # HDF5 reads neither objects nor items that are arrays into an array of numpy.
-                is_plain = not dataset.dtype.hasobject and dataset.dtype.subdtype is None
-                if is_plain and into.nbytes >= _DIRECT_BYTES:
-                    dataset.read_direct(into, np.s_[low:high:step])
-                else:
+                if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
                     into[...] = view[low:high:step]
+                else:
+                    dataset.read_direct(into, np.s_[low:high:step])
             except DataFileError:
                 raise
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
@@ -463,6 +463,11 @@ class RowReader:
             dataset = files.dataset_of(self._files[at.path], at.name)
             opened = self._datasets[at] = dataset, files.readable(dataset)
         return opened
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Return whether HDF5 can read rows of a type into an array of numpy."""
+    return not dtype.hasobject and dtype.subdtype is None
 
 
 @dataclass(frozen=True)
