@@ -30,20 +30,20 @@ class Notifier:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[asyncio.Future[bool]] = []
+        self._waiting: list[asyncio.Future[None]] = []
         self._is_watched = False
 
-    async def wait(self, watcher: Callable[[], bool]) -> bool:
+    async def wait(self, watcher: Callable[[], None]) -> None:
         """Wait until `watcher`, run by a thread that is there already or a new one, returns."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append(future)
             if not self._is_watched:
                 _start(self._watch, watcher)
                 self._is_watched = True
-        return await future
+        await future
 
-    def _watch(self, watcher: Callable[[], bool]) -> None:
+    def _watch(self, watcher: Callable[[], None]) -> None:
         outcome = _outcome(watcher)
         with self._lock:
             (first, *others), self._waiting = self._waiting, []
@@ -51,7 +51,7 @@ class Notifier:
         _send(first, outcome)
         for future in others:
             # After an error they will ask again, and get one of their own.
-            _send(future, outcome is not False)
+            _send(future, None)
 
 
 class AsyncBatches(AsyncIterator[Batch]):
@@ -75,15 +75,14 @@ class AsyncBatches(AsyncIterator[Batch]):
         core = self._core
         while True:
             core.make_callbacks(may_wait=False)
-            epochs = core.epochs
-            assert epochs is not None
-            if polled := epochs.poll(self._reader):
+            if polled := self._reader.poll():
                 return cast(Batch, polled[0])
-            wait = epochs.wait_for_event_loop
+            wait = self._reader.wait_for_event_loop
             # With `workers=0`, this thread itself makes the batch.
-            goes_on = wait() if core.options.is_inline else await self._notifier.wait(wait)
-            if not goes_on:
-                raise StopAsyncIteration
+            if core.options.is_inline:
+                wait()
+            else:
+                await self._notifier.wait(wait)
 
 
 async def call(core: Core, function: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import pluralize
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.configs import Auto
-from enqueuer.enqueuers.core import Batches, Core
+from enqueuer.enqueuers.core import Batches, Core, StatsCallback, log_line
 from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
 from enqueuer.enqueuers.position import SavedPosition
@@ -36,7 +36,7 @@ def comes_next(core: Core, epoch: int) -> bool:
     reader = core.reader
     if reader is None or core.is_idle:
         return core.saved.is_loaded and core.saved.epoch.number == epoch
-    with core.deferred.locked():
+    with core.locks.held():
         return reader.is_over and reader.number + 1 == epoch
 
 
@@ -250,7 +250,7 @@ class BaseEnqueuer(Generic[Batch]):
         seconds = checks.seconds("every", every)
         if not (callback is None or callable(callback)):
             raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
-        self._core.callbacks.add(callback, seconds)
+        self._core.callbacks.append(StatsCallback(callback or log_line, int(seconds * 1e9)))
 
     # --- position ---
 
@@ -282,7 +282,7 @@ class BaseEnqueuer(Generic[Batch]):
             [9, 16, 25]
         """
         core = self._core
-        with core.deferred.locked():
+        with core.locks.held():
             workload, saved, reader = core.workload, core.saved, core.reader
             if reader is not None and not core.is_idle:
                 saved = core.position(reader, reader.ready.copy())
@@ -309,7 +309,7 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
-        with core.state_lock:
+        with core.locks.state_lock:
             core.check_idle("load_state_dict()")
             workload = core.workload
             fixed = workload.identity()
@@ -394,7 +394,7 @@ class BaseEnqueuer(Generic[Batch]):
         kind = bar_class(core.options.progress)
         if kind is None:
             return batches
-        with core.deferred.locked():
+        with core.locks.held():
             done = reader.steps_done()
         return Shown(batches, self.stats, kind, done, core.workload.steps())
 
@@ -490,8 +490,8 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
     own, seed, saved = made._core, core.workload.seed, core.saved
     own.workload.seed.is_given = seed.is_given
     own.workload.seed.is_shared = seed.is_given or world_size == 1
-    for callback in core.callbacks.listeners:
-        own.callbacks.add(callback.function, callback.every_ns / 1e9)
+    for callback in core.callbacks:
+        own.callbacks.append(StatsCallback(callback.function, callback.every_ns))
     if saved.is_loaded:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(
