@@ -18,7 +18,6 @@ import itertools
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.load import Backend
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
@@ -483,11 +482,10 @@ def _take_turn(reader: EpochReader, turn: int) -> None:
     (last, thread), reader.last_turn = reader.last_turn, (turn, threading.get_ident())
     if last < turn or thread != threading.get_ident():
         return
-    warnings.warn(
+    warn(
         "two loops of this thread read the same epoch of an enqueuer, so each gets only a part of "
         "the batches; give each loop an enqueuer of its own",
         EnqueuerWarning,
-        stacklevel=level_of_user(),
     )
 
 

@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
@@ -56,7 +55,13 @@ def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
     return epoch + 1 if is_all else None
 
 
-Batch = TypeVar("Batch")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # Of what stacking makes of samples nothing is known.
+    Batch = TypeVarWithDefault("Batch", default=Any)
+else:
+    Batch = TypeVar("Batch")
 AnyEnqueuer = TypeVar("AnyEnqueuer", bound="BaseEnqueuer[Any]")
 # Attributes that are made anew with a copy; a subclass may have others.
 _MADE_ANEW = {"_core", "_make", "_notifier", "queue", "_tasks"}
@@ -351,12 +356,7 @@ class BaseEnqueuer(Generic[Batch]):
             self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     async def __aenter__(self: Self) -> Self:
@@ -367,12 +367,7 @@ class BaseEnqueuer(Generic[Batch]):
         await async_iteration.call(self._core, self.__enter__)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Stop the enqueuer in a thread; the event loop is not blocked."""
         from enqueuer.enqueuers import async_iteration
 

@@ -18,13 +18,12 @@ import contextlib
 import dataclasses
 import functools
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
-from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
+from enqueuer.backends.stall import DeadlineExpired, Wait, warn
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.scaling import Scaling
@@ -47,11 +46,10 @@ def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
             "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
             "work, and draw random numbers from shard.rng"
         )
-    warnings.warn(
+    warn(
         f"shards {one} and {other} began with the same batches, so the data seem to come "
         f"several times. {cause}",
         DuplicateDataWarning,
-        stacklevel=level_of_user(),
     )
 
 
@@ -450,11 +448,7 @@ class EpochReader:
         if why is None or self.run.has_warned_of_nothing:
             return
         self.run.has_warned_of_nothing = True
-        warnings.warn(
-            f"epoch {self.number} had no batches: {why}",
-            EmptyEpochWarning,
-            stacklevel=level_of_user(),
-        )
+        warn(f"epoch {self.number} had no batches: {why}", EmptyEpochWarning)
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
-from enqueuer.enqueuers.options import EnqueuerOptions, NoBatches, Options, Unpack, takes_options
+from enqueuer.enqueuers.options import EnqueuerOptions, Options, Unpack, takes_options
 from enqueuer.enqueuers.shards import ShardWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.shards import Shard
@@ -30,10 +30,6 @@ class GeneratorOptions(EnqueuerOptions, total=False):
     shards: int | None
     shuffle_buffer: int | None
     pickle_safe: bool | None
-
-
-class _YieldedOptions(GeneratorOptions, NoBatches, total=False):
-    """The same where the generator yields the batches."""
 
 
 @takes_options
@@ -100,7 +96,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         use_multiprocessing: bool = False,
         wait_time: float | None = None,
         random_seed: int | None = None,
-        **options: Unpack[_YieldedOptions],
+        **options: Unpack[GeneratorOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -110,21 +106,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        batch_size: int,
-        collate: Callable[[list[Any]], Batch],
-        **options: Unpack[GeneratorOptions],
-    ) -> None: ...
-    # What stacking makes of the samples depends on these.
-    @overload
-    def __init__(
-        self: GeneratorEnqueuer[Any],
-        generator: GeneratorLike[Any],
-        use_multiprocessing: bool = False,
-        wait_time: float | None = None,
-        random_seed: int | None = None,
-        *,
         batch_size: int | None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
         **options: Unpack[GeneratorOptions],
     ) -> None: ...
     def __init__(

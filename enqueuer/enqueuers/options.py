@@ -12,13 +12,12 @@ import math
 import os
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from enqueuer.backends.job import BackendName, default_method
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.common import checks
 from enqueuer.enqueuers.configs import Auto, Checked, Processes, Ray, check_forked, option
 from enqueuer.errors import EnqueuerWarning
@@ -77,13 +76,6 @@ class EnqueuerOptions(CommonOptions, total=False):
 
 
 # Type checkers read these in the overloads, which differ only in what decides the type of a batch.
-class NoBatches(TypedDict, total=False):
-    """Types of the options where each item, or result, comes alone."""
-
-    batch_size: None
-    collate: None
-
-
 class ShardOptions(CommonOptions, total=False):
     """Types of the options of `prefetch` that do not change the type of a batch."""
 
@@ -297,11 +289,10 @@ class Options(Checked):
         if use_multiprocessing and given.get("backend") is None:
             return dataclasses.replace(options, backend="process")
         if options.max_restarts and options.backend_name == "thread":
-            warnings.warn(
+            warn(
                 "max_restarts has no effect with threads, which do not die apart from the "
                 "program; give backend='process' with it, or leave it out",
                 EnqueuerWarning,
-                stacklevel=level_of_user(),
             )
         if use_multiprocessing and options.backend_name != "process":
             raise ValueError(

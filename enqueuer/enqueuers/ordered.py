@@ -14,7 +14,6 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
-    NoBatches,
     Options,
     TaskOptions,
     Unpack,
@@ -44,10 +43,6 @@ Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 
 class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
     """Types of the options that do not change the type of a batch."""
-
-
-class _ResultOptions(OrderedOptions, NoBatches, total=False):
-    """The same where each result comes alone."""
 
 
 @takes_options
@@ -118,7 +113,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: np.ndarray[Any, Any],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -126,7 +121,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[Batch],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -134,7 +129,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -142,7 +137,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -151,20 +146,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
-        batch_size: int,
-        collate: Collate[Batch],
-        **options: Unpack[OrderedOptions],
-    ) -> None: ...
-    # What stacking makes of the results depends on these.
-    @overload
-    def __init__(
-        self: OrderedEnqueuer[Any],
-        sequence: Elements[Any],
-        map: Callable[..., Any] | bool | None = None,
-        shuffle: bool = False,
-        *,
         batch_size: int | None,
-        collate: Callable[..., Any] | None = None,
+        collate: Collate[Batch] | None = None,
         **options: Unpack[OrderedOptions],
     ) -> None: ...
     def __init__(

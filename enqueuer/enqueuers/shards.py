@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from enqueuer.backends.shard_schedule import (
     ShardOrder,
     ShardSchedule,
 )
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
@@ -320,10 +319,9 @@ class ShardWorkload(Workload):
 
 
 def _warn_of_duplicates(workers: int) -> None:
-    warnings.warn(
+    warn(
         f"each of the {workers} processes goes on with its own copy of the same iterator, so "
         f"every batch comes {workers} times; pass the generator function itself "
         "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
         DuplicateDataWarning,
-        stacklevel=level_of_user(),
     )

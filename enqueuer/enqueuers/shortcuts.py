@@ -8,7 +8,6 @@ from typing import Any, TypeVar, overload
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
 from enqueuer.enqueuers.generator import GeneratorEnqueuer, GeneratorLike
 from enqueuer.enqueuers.options import (
-    NoBatches,
     ShardOptions,
     TaskOptions,
     Unpack,
@@ -24,26 +23,15 @@ T = TypeVar("T")
 _NOT_HERE = ("epochs", "sequence", "map", "wait_time", "pickle_safe")
 
 
-class _Prefetched(ShardOptions, NoBatches, total=False):
-    """Types of the options of `prefetch` without `batch_size`."""
+class _MapOptions(TaskOptions, total=False):
+    """Types of the options of `imap` that do not change the type of a batch."""
 
-
-class _Mapped(TaskOptions, NoBatches, total=False):
-    """Types of the options of `imap` without `batch_size`."""
+    shuffle: bool
 
 
 @overload
 def prefetch(
-    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[_Prefetched]
-) -> Iterator[Batch]: ...
-@overload
-def prefetch(
-    generator: GeneratorLike[Any],
-    max_queue_size: int = 2,
-    *,
-    batch_size: int,
-    collate: Callable[[list[Any]], Batch],
-    **options: Unpack[ShardOptions],
+    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[ShardOptions]
 ) -> Iterator[Batch]: ...
 @overload
 def prefetch(
@@ -51,9 +39,9 @@ def prefetch(
     max_queue_size: int = 2,
     *,
     batch_size: int | None,
-    collate: Callable[[list[Any]], Any] | None = None,
+    collate: Callable[[list[Any]], Batch] | None = None,
     **options: Unpack[ShardOptions],
-) -> Iterator[Any]: ...
+) -> Iterator[Batch]: ...
 @passes_options(GeneratorEnqueuer, lacks=_NOT_HERE)
 def prefetch(  # noqa: D417, as passes_options() adds them
     generator: GeneratorLike[Any], max_queue_size: int = 2, **options: Any
@@ -97,18 +85,14 @@ def imap(
     function: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
     elements: Elements[T],
     max_queue_size: int = 10,
-    *,
-    shuffle: bool = False,
-    **options: Unpack[_Mapped],
+    **options: Unpack[_MapOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
     function: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
     elements: Elements[T],
     max_queue_size: int = 10,
-    *,
-    shuffle: bool = False,
-    **options: Unpack[_Mapped],
+    **options: Unpack[_MapOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
@@ -116,22 +100,10 @@ def imap(
     elements: Elements[Any],
     max_queue_size: int = 10,
     *,
-    shuffle: bool = False,
-    batch_size: int,
-    collate: Collate[Batch],
-    **options: Unpack[TaskOptions],
-) -> Iterator[Batch]: ...
-@overload
-def imap(
-    function: Callable[..., Any],
-    elements: Elements[Any],
-    max_queue_size: int = 10,
-    *,
-    shuffle: bool = False,
     batch_size: int | None,
-    collate: Callable[..., Any] | None = None,
-    **options: Unpack[TaskOptions],
-) -> Iterator[Any]: ...
+    collate: Collate[Batch] | None = None,
+    **options: Unpack[_MapOptions],
+) -> Iterator[Batch]: ...
 @passes_options(OrderedEnqueuer, lacks=_NOT_HERE)
 def imap(  # noqa: D417, as passes_options() adds them
     function: Callable[..., Any], elements: Elements[Any], max_queue_size: int = 10, **options: Any
