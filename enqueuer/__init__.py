@@ -36,9 +36,9 @@ from enqueuer.workers.shards import Shard, Task
 
 if TYPE_CHECKING:
     from enqueuer.backends.thread.buffer import Buffer
-    from enqueuer.enqueuers.configs import Auto, Processes, Ray
     from enqueuer.enqueuers.failures import replay
     from enqueuer.enqueuers.generator import GeneratorEnqueuer
+    from enqueuer.enqueuers.options import Auto, Processes, Ray
     from enqueuer.enqueuers.ordered import OrderedEnqueuer
     from enqueuer.enqueuers.position import merge_states
     from enqueuer.enqueuers.shortcuts import imap, prefetch
@@ -96,14 +96,14 @@ __all__ = [
 # Names that are imported when they are first used: a worker process needs none of them, and a
 # quarter of the start of a fork server would be spent on them.
 _MODULES = {
-    "Auto": "enqueuers.configs",
+    "Auto": "enqueuers.options",
     "Bottleneck": "monitoring.stats",
     "Buffer": "backends.thread.buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
     "Headroom": "monitoring.headroom",
     "OrderedEnqueuer": "enqueuers.ordered",
-    "Processes": "enqueuers.configs",
-    "Ray": "enqueuers.configs",
+    "Processes": "enqueuers.options",
+    "Ray": "enqueuers.options",
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.worker_stats",
     "headroom": "monitoring.headroom",

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
 from enqueuer.enqueuers import position
-from enqueuer.enqueuers.configs import Auto
 from enqueuer.enqueuers.core import Batches, Core, StatsCallback, log_line
 from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
+from enqueuer.enqueuers.options import Auto
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, State, next_workers
 from enqueuer.enqueuers.workload import Workload

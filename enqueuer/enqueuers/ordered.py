@@ -19,7 +19,7 @@ from enqueuer.enqueuers.options import (
     Unpack,
     takes_options,
 )
-from enqueuer.enqueuers.task_workload import TaskWorkload
+from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS

@@ -15,9 +15,8 @@ from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import Order
 from enqueuer.common import checks
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
 from enqueuer.enqueuers.failures import Origin
-from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
 from enqueuer.enqueuers.position import orders_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
