@@ -41,7 +41,7 @@ class Scaling:
             shards,
             run.limits.first_s,
             run.elements,
-            workload.concurrency,
+            workload.source.concurrency,
             workload.most_at_once,
         )
         self._has_named_limit = False
@@ -82,7 +82,7 @@ class Scaling:
 
     def _step(self, stats: Stats, rerun_s: float | None, pass_work: PassWork) -> None:
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
-        workers, each = autoscaler.next(stats, rerun_s), self._workload.concurrency
+        workers, each = autoscaler.next(stats, rerun_s), self._workload.source.concurrency
         self._name_limit()
         if workers > before:
             workers = self._fitting(workers, before, stats)
@@ -107,21 +107,23 @@ class Scaling:
 
     def _change(self, workers: int, concurrency: int, pass_work: PassWork) -> None:
         """Go on with other workers. Locks held."""
-        run, workload = self._run, self._workload
+        run, source = self._run, self._workload.source
         # Those that were replaced for more elements at once may have ended by now.
         run.end_replaced()
-        each = workload.concurrency
+        each = source.concurrency
         if concurrency == each and run.backend.tasks is not None:
             run.resize(workers)
             return
-        workload.concurrency = concurrency
+        if concurrency != each:
+            source.concurrency = concurrency
         try:
-            job = workload.job_with(workers)
+            job = self._workload.job_with(workers)
             if job is not None:
                 run.replace(job, pass_work)
         except BaseException:
             # Then it is tried again, unless they could not be started.
-            workload.concurrency = each
+            if concurrency != each:
+                source.concurrency = each
             raise
         # With another one, they may be in the middle of a batch that waits; new ones work already.
         if concurrency == each:
@@ -146,7 +148,7 @@ class Scaling:
         most = max(before, room if backend.tasks is None else before + room)
         if most >= workers:
             return workers
-        self._autoscaler.refused(most, self._workload.concurrency)
+        self._autoscaler.refused(most, self._workload.source.concurrency)
         _log.warning(
             "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
             most,

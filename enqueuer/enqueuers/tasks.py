@@ -478,6 +478,7 @@ class TaskWorkload(Workload):
         self.start_method = options.start_method(source)
         source.random_seed = seed.value
         self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
+        self.needs_common_seed = shuffle
         self._concurrency = concurrency
         # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
         self._saved_length: int | None = None
@@ -492,14 +493,6 @@ class TaskWorkload(Workload):
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
-    def concurrency(self) -> int:
-        return self.source.concurrency
-
-    @concurrency.setter
-    def concurrency(self, number: int) -> None:
-        self.source.concurrency = number
-
-    @property
     def most_at_once(self) -> int:  # type: ignore[override]  # no caller sets it
         workers = self.options.workers
         if not isinstance(workers, Auto) or isinstance(self._concurrency, int):
@@ -511,10 +504,6 @@ class TaskWorkload(Workload):
         source, is_thread = self.source, self.options.backend_name == "thread"
         is_free = source.is_async or (is_thread and source.batch_size is not None)
         return (workers.most or MOST_THREADS) if is_free else 1
-
-    @property
-    def needs_common_seed(self) -> bool:
-        return self.reading.shuffle
 
     # --- what runs ---
 
