@@ -197,12 +197,13 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            run = self._new_run(options, workers)
+            run = Run(options, workers, self.owned, self.locks, self.timeline, saved)
             run.replay = replay
             _started.add(self)
             # The workers must know the turns with which it begins.
             has_turns = not isinstance(options.ordered, bool)
-            run.start(workload.job(workers, first), None if has_turns else first)
+            job = workload.job(workers, first)
+            run.backend = run.start_backend(job, None if has_turns else first)
             scaling = Scaling(run, workload) if options.is_auto else None
             self.reader = EpochReader(run, workload, first, scaling)
             for callback in self.callbacks:
@@ -217,9 +218,6 @@ class Core:
             raise
         finally:
             self._is_starting = False
-
-    def _new_run(self, options: Options, workers: int) -> Run:
-        return Run(options, workers, self.owned, self.locks, self.timeline, self.saved)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
@@ -377,9 +375,9 @@ class Core:
         reader = self.reader
         if reader is not None:
             return reader.stats()
-        options = self.options
-        run = self.run or self._new_run(options, options.first_workers)
-        return run.stats(self.saved.epoch.number, 0)
+        workers, saved = self.options.first_workers, self.saved
+        never = Run(self.options, workers, self.owned, self.locks, self.timeline, saved)
+        return never.stats(saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
         """Call the callbacks of `on_stats` that are due; log one that fails, and call it no more.

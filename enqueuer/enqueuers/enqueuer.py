@@ -390,7 +390,7 @@ class BaseEnqueuer(Generic[Batch]):
         if kind is None:
             return batches
         with core.locks.held():
-            done = reader.steps_done()
+            done = reader.work.steps_done(len(reader.ready), reader.taken)
         return Shown(batches, self.stats, kind, done, core.workload.steps())
 
     def __aiter__(self) -> AsyncIterator[Batch]:

@@ -460,10 +460,6 @@ class EpochReader:
         """Number of items of this epoch that were taken from the workers. No lock needed."""
         return self.run.meter.taken - self._taken_before
 
-    def steps_done(self) -> int:
-        """Return how many batches of the epoch the loop was given."""
-        return self.work.steps_done(len(self.ready), self.taken)
-
     def waiting(self) -> int:
         """Return how many finished items of this epoch wait. No lock needed."""
         self._sort()

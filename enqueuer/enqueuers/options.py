@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -338,12 +339,9 @@ def on_error(name: str, value: object) -> OnError:
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} must be 'raise', 'skip' or a callable, got {value!r}")
-    match value:
-        case "raise":
-            return "raise"
-        case "skip":
-            return "skip"
-    raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {value!r}")
+    if value not in ("raise", "skip"):
+        raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {value!r}")
+    return cast(OnError, value)
 
 
 def _truth(name: str, value: object) -> bool:
@@ -661,11 +659,6 @@ def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -
 def _descriptions() -> list[tuple[str, str]]:
     """Return the name and the description of each option, as the docstring of `Options` has it."""
     text = inspect.cleandoc(Options.__doc__ or "").split("Args:\n", 1)[1].split("\n\n", 1)[0]
-    found: list[tuple[str, str]] = []
-    for line in textwrap.dedent(text).split("\n"):
-        if line.startswith(" "):
-            name, described = found[-1]
-            found[-1] = name, f"{described}\n{line}"
-        else:
-            found.append((line.split(":", 1)[0], line))
-    return found
+    # Each begins with a line that is not indented.
+    entries = re.split(r"\n(?! )", textwrap.dedent(text))
+    return [(entry.split(":", 1)[0], entry) for entry in entries]

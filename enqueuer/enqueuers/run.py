@@ -280,8 +280,8 @@ class Run:
             raise InvalidState(f"cannot go from {self.state.value} to {new.value}")
         self.state = new
 
-    def start(self, job: Job, first: Epoch | None) -> None:
-        """Start the workers; they wait for the first epoch, or run it already.
+    def start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
+        """Return started workers; they wait for the first epoch, or run it already.
 
         Args:
             job: Description of what they run.
@@ -290,9 +290,6 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
-        self.backend = self._start_backend(job, first)
-
-    def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
         self._job = job
         name, timeline = self.options.backend_name, self.timeline
         if timeline is not None:
@@ -350,7 +347,7 @@ class Run:
             StartError: The new workers could not be started; the others go on.
         """
         with interrupts.held():
-            new, old = self._start_backend(job), self.backend
+            new, old = self.start_backend(job), self.backend
             self.successor = new, job.workers, pass_work
             # This wakes the consumer, which then waits for the change.
             old.close()

@@ -34,13 +34,13 @@ class ElementReader:
     """Read one epoch of a source into tickets, each when it is asked for.
 
     No element is lost if an exception ends a call, unless it strikes inside the iterable's own
-    code: `next` gives the same ticket again until `advance`, and elements are kept in C.
+    code: `next` reads nothing more until `advance`, and elements are kept in C.
 
     Args:
         source: Source of the elements.
         reading: Rules by which the elements are divided among ranks.
         epoch: Number of the epoch, from 0.
-        start: First task to be read, and perhaps the state of the iterator before it.
+        start: First task to be read of an iterable, and perhaps the iterator's state before it.
         first: Number of the epoch's first task among those of all epochs.
         length: Length that the sequence must have in this epoch; None: any.
         share: Which elements were divided among the ranks.
@@ -59,8 +59,7 @@ class ElementReader:
         self._reading = reading
         self._share = share
         self._epoch = epoch
-        self._number = first + start.number
-        self._at = start.number
+        self._first = first
         # Elements of the next batch of an iterable, of all ranks.
         self._read: deque[tuple[int, Any] | None] = deque()
         self._stateful: Any = None
@@ -107,59 +106,48 @@ class ElementReader:
         """Whether an exception came out of the iterable's own code."""
         return self._runs and len(self._read) < self._size * self._reading.world_size
 
-    def next(self, most: int) -> list[Ticket]:
-        """Return the next tickets, until `advance` the same ones; none at the end of the epoch.
+    def next(self, number: int, most: int) -> list[Ticket]:
+        """Return the next tickets; none at the end of the epoch.
 
         Args:
+            number: Number of the first one among the tasks of all epochs.
             most: How many tickets of a sequence; of an iterable it is at most one.
         """
         if not self._is_sequence:
-            return self._next_read()
-        size, steps = self._size, range(self._at, min(self._at + most, self._end))
+            return self._next_read(number)
+        at, size = number - self._first, self._size
+        steps = range(at, min(at + most, self._end))
         parts: Iterable[tuple[int, ...]]
         if size == 1:
             parts = zip(_integers(self._indices[steps.start : steps.stop]), strict=False)
         else:
             slices = [self._indices[step * size : (step + 1) * size] for step in steps]
             parts = [tuple(_integers(own)) for own in slices]
-        numbers = range(self._number, self._number + len(steps))
+        numbers = range(number, number + len(steps))
         rows = zip(numbers, itertools.repeat(self._epoch), parts, itertools.repeat(None))
         # In a fifth of the time that calls of Ticket take.
         return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
 
-    def _next_read(self) -> list[Ticket]:
-        self._read_batch()
-        own = self._own()
-        if not own or (self._reading.drop_last and len(own) < self._size):
-            return []
-        indices = tuple([index + self._behind for index, _ in own])
-        elements = tuple([element for _, element in own])
-        return [Ticket(self._number, self._epoch, indices, elements)]
-
-    def advance(self, tickets: list[Ticket]) -> None:
-        """Go on behind some tickets, the next ones; repeating it does nothing."""
-        count, fresh = len(tickets), deque[Any]()
-        if tickets[0].number == self._number:
-            # In one step.
-            self._at += count
-            self._read = fresh
-            self._number += count
-
-    def _read_batch(self) -> None:
-        """Read the elements of the next batch, those of other ranks too."""
-        missing = self._size * self._reading.world_size - len(self._read)
-        more = itertools.islice(self._numbered, missing)
+    def _next_read(self, number: int) -> list[Ticket]:
+        """Read the next batch, with the elements of other ranks; return a ticket for our own."""
+        reading, size = self._reading, self._size
+        more = itertools.islice(self._numbered, size * reading.world_size - len(self._read))
         self._runs = True
         self._read.extend(more)
         self._runs = False
-
-    def _own(self) -> list[tuple[int, Any]]:
-        """Return this rank's elements of the next batch: one of each `world_size`."""
-        reading = self._reading
         there = [pair for pair in self._read if pair is not None]
         if reading.drop_last:
             there = there[: len(there) - len(there) % reading.world_size]
-        return there[reading.rank :: reading.world_size]
+        own = there[reading.rank :: reading.world_size]
+        if not own or (reading.drop_last and len(own) < size):
+            return []
+        indices = tuple([index + self._behind for index, _ in own])
+        elements = tuple([element for _, element in own])
+        return [Ticket(number, self._epoch, indices, elements)]
+
+    def advance(self) -> None:
+        """Go on behind the ticket of an iterable that `next` has returned."""
+        self._read = deque()
 
     def state(self) -> Any:
         """Return the current state of the iterator; None if it has no `state_dict`."""
@@ -275,15 +263,14 @@ class TaskEpoch(EpochWork):
                     return
             tickets, state = self._pending
             self.number = tickets[-1].number + 1
-            if not source.is_sequence:
+            if self._reader is not None and not source.is_sequence:
                 self._submit_read(tasks, tickets[0], state)
+                self._reader.advance()
             elif order.taken or tickets[0].number < order.next:
                 # Some were done before, or were submitted by a call that did not complete.
                 tasks.submit([t for t in tickets if not order.was_taken(t.number)])
             else:
                 tasks.submit(tickets)
-            if self._reader is not None:
-                self._reader.advance(tickets)
             self._pending = None
 
     def _submit_read(self, tasks: TaskSchedule[Any], ticket: Ticket, state: Any) -> None:
@@ -317,9 +304,6 @@ class TaskEpoch(EpochWork):
         if self._reader is not None and self._reader.has_failed:
             self._fail(Failure(-1, self.number, error))
             return isinstance(error, Exception)
-        if self._source.is_sequence:
-            # A new reader continues from here.
-            self._reader = None
         # Ctrl-C, for example.
         if not isinstance(error, Exception):
             return False
@@ -335,15 +319,12 @@ class TaskEpoch(EpochWork):
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
-            start = self._start
-            if source.is_sequence:
-                start = Start(self.number - order.first)
-            share = self.share or (0,)
+            first, length, share = order.first, self._length, self.share or (0,)
             self._reader = ElementReader(
-                source, self._reading, self._epoch, start, order.first, self._length, share
+                source, self._reading, self._epoch, self._start, first, length, share
             )
         if source.is_sequence:
-            tickets, state = self._reader.next(most), None
+            tickets, state = self._reader.next(self.number, most), None
         else:
             tickets, state = self._timed(self._reader), self._reader.state()
         if not tickets:
@@ -363,7 +344,7 @@ class TaskEpoch(EpochWork):
         meter = self._run.meter
         meter.pause(None)
         try:
-            return reader.next(1)
+            return reader.next(self.number, 1)
         finally:
             meter.resume(has_read=True)
 
