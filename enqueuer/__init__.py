@@ -15,11 +15,10 @@ from enqueuer.workers.shards import Shard, Task
 if TYPE_CHECKING:
     from enqueuer.backends.thread.buffer import Buffer
     from enqueuer.enqueuers.failures import replay
-    from enqueuer.enqueuers.generator import GeneratorEnqueuer
+    from enqueuer.enqueuers.generator import GeneratorEnqueuer, prefetch
     from enqueuer.enqueuers.options import Auto, Processes, Ray
-    from enqueuer.enqueuers.ordered import OrderedEnqueuer
+    from enqueuer.enqueuers.ordered import OrderedEnqueuer, imap
     from enqueuer.enqueuers.position import merge_states
-    from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.headroom import Headroom, headroom
     from enqueuer.monitoring.stats import Bottleneck, Stats
@@ -85,10 +84,10 @@ _MODULES = {
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.worker_stats",
     "headroom": "monitoring.headroom",
-    "imap": "enqueuers.shortcuts",
+    "imap": "enqueuers.ordered",
     "merge_states": "enqueuers.position",
     "mix": "generators.mixing",
-    "prefetch": "enqueuers.shortcuts",
+    "prefetch": "enqueuers.generator",
     "replay": "enqueuers.failures",
 }
 

@@ -265,21 +265,39 @@ class Core:
                 run.close()
             with interrupts.taken(self.locks.state_lock):
                 try:
-                    if self.reader is not None:
-                        self._end_run(self.reader, seconds, final)
+                    if self.run is not None:
+                        self._end_run(self.run, seconds, final)
                 finally:
                     self.owned.stop(seconds)
 
-    def _end_run(self, reader: EpochReader, seconds: float, final: Stats | None) -> None:
-        """Stop the run of an epoch, and note where it ends. State lock held."""
-        with reader.run.ending(seconds):
+    def _end_run(self, run: Run, seconds: float, final: Stats | None) -> None:
+        """Stop a run, and note where it ends. State lock held.
+
+        Without the lock, a consumer could end the epoch, or a thread save a position, after the
+        batches that are ready were dropped and before the position is known. A consumer that runs
+        code of the user may keep the lock for longer; it takes nothing afterwards.
+        """
+        lock = self.locks.lock
+        # Its backend may have just been replaced.
+        run.close()
+        run.successor = None
+        is_locked = lock.acquire(timeout=max(seconds, 0.1))
+        try:
+            if is_locked:
+                self.locks.changed.notify_all()
             if not self.is_idle:
                 try:
-                    reader.run.final = final
+                    run.final = final
                     self.was_run = True
+                    # Only now, as the consumer may have begun the next epoch.
+                    reader = self.reader
+                    assert reader is not None, "a run goes on"
                     self.saved = self.position(reader, reader.drop_ready())
                 finally:
-                    reader.run.move(State.STOPPED)
+                    run.move(State.STOPPED)
+        finally:
+            if is_locked:
+                lock.release()
 
     def position(self, reader: EpochReader, ready: deque[ItemTuple]) -> SavedPosition:
         """Return where a run stands.
@@ -418,10 +436,9 @@ class Core:
         self.locks.leave_to_parent()
         if self.timeline is not None:
             self.timeline.leave_to_parent()
-        if self.run is None:
-            self.owned.leave_to_parent(None)
-        else:
-            self.run.leave_to_parent()
+        inherited = self.owned.leave_to_parent()
+        if self.run is not None:
+            self.run.backend, self.run.successor = inherited, None
 
 
 _started: weakref.WeakSet[Core] = weakref.WeakSet()

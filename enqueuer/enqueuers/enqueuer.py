@@ -496,3 +496,9 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
             )
         own.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
     return cast(AnyEnqueuer, made)
+
+
+def iterated(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
+    """Start an enqueuer, yield its batches, and stop it."""
+    with enqueuer:
+        yield from enqueuer

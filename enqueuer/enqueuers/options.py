@@ -9,6 +9,7 @@ To add one: a field of `Options` with its check, an entry in its docstring, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import os
@@ -256,6 +257,8 @@ class Auto(Checked):
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
+# Arguments of the enqueuers that a function for one loop does not take, or not by this name.
+_NOT_FOR_ONE_LOOP = ("epochs", "sequence", "map", "wait_time", "pickle_safe")
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
@@ -620,16 +623,30 @@ def takes_options(made: Decorated) -> Decorated:
     return _written(made, made.__init__, options)
 
 
-def passes_options(kind: type, lacks: Container[str]) -> Callable[[Decorated], Decorated]:
-    """Return `takes_options` for a function that passes its options on to a class.
+def passes_options(kind: type) -> Callable[[Decorated], Decorated]:
+    """Return `takes_options` for a function that makes an enqueuer for one loop.
 
     Args:
-        kind: The class, whose arguments the function takes by name.
-        lacks: Arguments of the class that it does not take.
+        kind: Class of the enqueuer, most of whose arguments the function takes by name.
     """
     arguments = inspect.signature(kind).parameters.values()
-    options = [own.replace(kind=_BY_NAME) for own in arguments if own.name not in lacks]
+    options = [own.replace(kind=_BY_NAME) for own in arguments if own.name not in _NOT_FOR_ONE_LOOP]
     return lambda made: _written(made, made, options)
+
+
+def check_for_one_loop(options: Container[str]) -> None:
+    """Raise TypeError for an option that only the classes have."""
+    if "epochs" in options:
+        raise TypeError(
+            "prefetch() and imap() give one epoch; give epochs=... to an enqueuer, and iterate "
+            "over that once for each"
+        )
+    for name in _NOT_FOR_ONE_LOOP:
+        if name in options:
+            raise TypeError(
+                f"prefetch() and imap() take no {name}=...: only the enqueuers have it. "
+                "prefetch() takes a generator, and imap() a function and its elements"
+            )
 
 
 def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -> Decorated:
@@ -656,6 +673,7 @@ def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -
     return made
 
 
+@functools.cache
 def _descriptions() -> list[tuple[str, str]]:
     """Return the name and the description of each option, as the docstring of `Options` has it."""
     text = inspect.cleandoc(Options.__doc__ or "").split("Args:\n", 1)[1].split("\n\n", 1)[0]

@@ -88,24 +88,18 @@ class OwnedBackends:
                     if one in self._backends:
                         self._backends.remove(one)
 
-    def leave_to_parent(self, in_use: Backend | None) -> Backend | None:
+    def leave_to_parent(self) -> Backend:
         """Replace the backends in a child forked from the process that has their workers.
 
-        Args:
-            in_use: The backend that the enqueuer reads from.
-
         Returns:
-            The object that replaces `in_use`; its methods raise InvalidState.
+            The object that replaces them; its methods raise InvalidState.
         """
         parents, self._backends = self._backends, []
-        pid = self._pid
-        for backend, finalizer in parents:
+        for _, finalizer in parents:
             finalizer.detach()
-            inherited = cast(Backend, Inherited(pid, backend))
-            self.add(inherited)
-            if backend is in_use:
-                in_use = inherited
-        return in_use
+        inherited = cast(Backend, Inherited(self._pid, parents))
+        self.add(inherited)
+        return inherited
 
 
 class Locks:
@@ -416,35 +410,6 @@ class Run:
         if self.timeline is not None:
             self.timeline.closing()
         self.backend.close()
-
-    @contextlib.contextmanager
-    def ending(self, seconds: float) -> Iterator[None]:
-        """Hold the lock while the end of the run is recorded. State lock of the enqueuer held.
-
-        Otherwise a consumer could end the epoch, or a thread save a position, after the batches
-        that are ready were dropped and before the position is known. A consumer that runs code
-        of the user may keep the lock; it takes nothing afterwards.
-
-        Args:
-            seconds: How long to wait for the lock.
-        """
-        # Its backend may have just been replaced.
-        self.close()
-        self.successor = None
-        lock = self.locks.lock
-        is_locked = lock.acquire(timeout=max(seconds, 0.1))
-        try:
-            if is_locked:
-                self.locks.changed.notify_all()
-            yield
-        finally:
-            if is_locked:
-                lock.release()
-
-    def leave_to_parent(self) -> None:
-        """Become a run without workers, in a child forked from the process that has them."""
-        self.backend = cast(Backend, self.owned.leave_to_parent(self.backend))
-        self.successor = None
 
     # --- what was measured ---
 

@@ -179,7 +179,6 @@ class TaskEpoch(EpochWork):
 
     Args:
         workload: Workload of the enqueuer.
-        reading: Which elements are read, and in which order.
         run: The run that the epoch belongs to.
         epoch: Epoch to be run, or the rest of one.
         before: The epoch before, up to whose end an iterable was just read, so that it need load
@@ -197,13 +196,12 @@ class TaskEpoch(EpochWork):
     def __init__(
         self,
         workload: TaskWorkload,
-        reading: Reading,
         run: Run,
         epoch: Epoch,
         before: TaskEpoch | None,
         length: int | None,
     ) -> None:
-        self._workload, self._reading, self._run = workload, reading, run
+        self._workload, self._run = workload, run
         self._source: TaskSource = workload.source
         self.feed_runs_code = not self._source.is_sequence
         self._epoch = epoch.number
@@ -321,7 +319,7 @@ class TaskEpoch(EpochWork):
         if self._reader is None:
             first, length, share = order.first, self._length, self.share or (0,)
             self._reader = ElementReader(
-                source, self._reading, self._epoch, self._start, first, length, share
+                source, self._workload.reading, self._epoch, self._start, first, length, share
             )
         if source.is_sequence:
             tickets, state = self._reader.next(self.number, most), None
@@ -498,7 +496,7 @@ class TaskWorkload(Workload):
             self._resumed = epoch.number, epoch.share
         elif self._resumed is not None and self._resumed[0] == epoch.number:
             self._resumed = None
-        return TaskEpoch(self, self.reading, run, epoch, before, length)
+        return TaskEpoch(self, run, epoch, before, length)
 
     def rewind(self) -> None:
         self.source.rewind()

@@ -15,13 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common.text import an
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import (
-    FunctionSource,
-    as_source,
-    close,
-    fingerprint_of,
-    iterate,
-)
+from enqueuer.workers.sources import FunctionSource, as_source, close, fingerprint_of, iterate
 
 
 class Turns:
