@@ -185,7 +185,7 @@ def path_of_a_task() -> Drawing:
         10,
         34,
         190,
-        "enqueuers/task_epoch",
+        "enqueuers/tasks",
         "indices of elements,",
         "or elements",
     )

@@ -8,40 +8,17 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from enqueuer.errors import (
-    BatchTimeout,
-    BlockMemoryError,
-    Closed,
-    DataFileError,
-    DuplicateDataWarning,
-    EmptyEpochWarning,
-    EnqueuerError,
-    EnqueuerWarning,
-    FrameworkUnavailable,
-    InvalidState,
-    ItemNotLoadable,
-    ItemNotPicklable,
-    OverwrittenDataWarning,
-    SourceNotPicklable,
-    StallWarning,
-    StartError,
-    StateMismatch,
-    StopWarning,
-    TransportError,
-    WorkerDied,
-    WorkerError,
-)
+from enqueuer.errors import *
 from enqueuer.workers.arrays import empty, empty_like
 from enqueuer.workers.shards import Shard, Task
 
 if TYPE_CHECKING:
     from enqueuer.backends.thread.buffer import Buffer
-    from enqueuer.enqueuers.configs import Auto, Processes, Ray
     from enqueuer.enqueuers.failures import replay
-    from enqueuer.enqueuers.generator import GeneratorEnqueuer
-    from enqueuer.enqueuers.ordered import OrderedEnqueuer
+    from enqueuer.enqueuers.generator import GeneratorEnqueuer, prefetch
+    from enqueuer.enqueuers.options import Auto, Processes, Ray
+    from enqueuer.enqueuers.ordered import OrderedEnqueuer, imap
     from enqueuer.enqueuers.position import merge_states
-    from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.headroom import Headroom, headroom
     from enqueuer.monitoring.stats import Bottleneck, Stats
@@ -96,21 +73,21 @@ __all__ = [
 # Names that are imported when they are first used: a worker process needs none of them, and a
 # quarter of the start of a fork server would be spent on them.
 _MODULES = {
-    "Auto": "enqueuers.configs",
+    "Auto": "enqueuers.options",
     "Bottleneck": "monitoring.stats",
     "Buffer": "backends.thread.buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
     "Headroom": "monitoring.headroom",
     "OrderedEnqueuer": "enqueuers.ordered",
-    "Processes": "enqueuers.configs",
-    "Ray": "enqueuers.configs",
+    "Processes": "enqueuers.options",
+    "Ray": "enqueuers.options",
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.worker_stats",
     "headroom": "monitoring.headroom",
-    "imap": "enqueuers.shortcuts",
+    "imap": "enqueuers.ordered",
     "merge_states": "enqueuers.position",
     "mix": "generators.mixing",
-    "prefetch": "enqueuers.shortcuts",
+    "prefetch": "enqueuers.generator",
     "replay": "enqueuers.failures",
 }
 

@@ -123,12 +123,12 @@ class Inherited:
 
     Args:
         owner: Process that has the workers.
-        backend: Backend of the parent. It is kept, as its end might do harm here.
+        kept: Backends of the parent. They are kept, as their end might do harm here.
     """
 
-    def __init__(self, owner: int, backend: object) -> None:
+    def __init__(self, owner: int, kept: object) -> None:
         self._owner = owner
-        self._kept = backend
+        self._kept = kept
 
     def close(self) -> None:
         """Do nothing: the workers are the parent's."""

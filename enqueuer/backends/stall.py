@@ -118,8 +118,8 @@ class Wait:
         Raises:
             BatchTimeout: The wait was as long as `most_s`.
         """
-        warn, most = self._limits
-        if most is not None and (self._has_warned or warn is None or warn >= most):
+        warn_s, most = self._limits
+        if most is not None and (self._has_warned or warn_s is None or warn_s >= most):
             raise BatchTimeout(
                 f"{report(most, inspect(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
@@ -127,9 +127,9 @@ class Wait:
         # Set before the warning, which may raise.
         has_warned, self._has_warned = self._has_warned, True
         self.until = time.monotonic() + _FOREVER_S if most is None else self._began + most
-        if warn is not None and not has_warned:
-            text = report(warn, inspect(order), epoch)
-            warnings.warn(text, StallWarning, stacklevel=level_of_user())
+        if warn_s is not None and not has_warned:
+            text = report(warn_s, inspect(order), epoch)
+            warn(text, StallWarning)
 
 
 def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
@@ -166,7 +166,7 @@ def warn_of_hanging(text: str, ident: int | None) -> None:
     """Warn of a thread that did not end, and say where it is."""
     (stack,) = stacks_of_threads([ident])
     where = "  (unknown)\n" if stack is None else "".join(traceback.format_list(list(stack)))
-    warnings.warn(f"{text}. It is here:\n{where}", StopWarning, stacklevel=level_of_user())
+    warn(f"{text}. It is here:\n{where}", StopWarning)
 
 
 def parse(text: str) -> tuple[Stack, bool]:
@@ -229,12 +229,12 @@ def decode_threads(text: str) -> list[ThreadSnapshot] | None:
     ]
 
 
-def level_of_user() -> int:
-    """Return the stacklevel for a warning of the caller's: the first frame that is not ours."""
-    frame, level = sys._getframe(1), 1
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the first frame that is not ours: the user's."""
+    frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOUSE):
         frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _line(worker: WorkerSnapshot) -> str:

@@ -3,7 +3,7 @@
     the task:    poll() --> a batch
                    | ^
       nothing yet  v |
-                  Notifier <-- call_soon_threadsafe -- one thread an enqueuer: watch(), and it ends
+                  Notifier <-- a future of -- one thread an enqueuer: it waits, and ends
 
 The thread waits and takes nothing: batches are taken by the thread of the event loop, with no
 `await` between taking one and returning it. So a task that is cancelled loses none. It is not
@@ -13,11 +13,11 @@ one of the loop's executor, for whose threads `asyncio.run` waits at its end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar, cast
+from concurrent.futures import Future
+from typing import TypeVar, cast
 
 from enqueuer.enqueuers.core import Core
 
@@ -30,28 +30,21 @@ class Notifier:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[asyncio.Future[bool]] = []
-        self._is_watched = False
+        self._watch: Future[None] | None = None
 
-    async def wait(self, watcher: Callable[[], bool]) -> bool:
+    async def wait(self, watcher: Callable[[], None]) -> None:
         """Wait until `watcher`, run by a thread that is there already or a new one, returns."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._waiting.append(future)
-            if not self._is_watched:
-                _start(self._watch, watcher)
-                self._is_watched = True
-        return await future
-
-    def _watch(self, watcher: Callable[[], bool]) -> None:
-        outcome = _outcome(watcher)
-        with self._lock:
-            (first, *others), self._waiting = self._waiting, []
-            self._is_watched = False
-        _send(first, outcome)
-        for future in others:
-            # After an error they will ask again, and get one of their own.
-            _send(future, outcome is not False)
+            watch = self._watch
+            is_new = watch is None or watch.done()
+            if watch is None or is_new:
+                watch = self._watch = _started(watcher)
+        try:
+            await asyncio.wrap_future(watch)
+        except Exception:
+            # The other tasks will ask again, and get an error of their own.
+            if is_new:
+                raise
 
 
 class AsyncBatches(AsyncIterator[Batch]):
@@ -75,15 +68,14 @@ class AsyncBatches(AsyncIterator[Batch]):
         core = self._core
         while True:
             core.make_callbacks(may_wait=False)
-            epochs = core.epochs
-            assert epochs is not None
-            if polled := epochs.poll(self._reader):
+            if polled := self._reader.poll():
                 return cast(Batch, polled[0])
-            wait = epochs.wait_for_event_loop
+            wait = self._reader.wait_for_event_loop
             # With `workers=0`, this thread itself makes the batch.
-            goes_on = wait() if core.options.is_inline else await self._notifier.wait(wait)
-            if not goes_on:
-                raise StopAsyncIteration
+            if core.options.is_inline:
+                wait()
+            else:
+                await self._notifier.wait(wait)
 
 
 async def call(core: Core, function: Callable[[], T]) -> T:
@@ -93,38 +85,24 @@ async def call(core: Core, function: Callable[[], T]) -> T:
     """
     if core.options.is_inline:
         return function()
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    _start(_run, future, function)
-    return await future
+    return await asyncio.wrap_future(_started(function))
 
 
-def _run(future: asyncio.Future[T], function: Callable[[], T]) -> None:
-    _send(future, _outcome(function))
+def _started(function: Callable[[], T]) -> Future[T]:
+    """Return the outcome of a function that a thread calls."""
+    future: Future[T] = Future()
+    # A task that is cancelled does not cancel it.
+    future.set_running_or_notify_cancel()
+    name = "enqueuer-await"
+    threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
+    return future
 
 
-def _outcome(function: Callable[[], object]) -> object:
-    """Return what a function returns, or the exception that it raises."""
+def _run(future: Future[T], function: Callable[[], T]) -> None:
     try:
-        return function()
+        future.set_result(function())
     except BaseException as error:
-        return error
-
-
-def _start(function: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=function, args=args, name="enqueuer-await", daemon=True).start()
-
-
-def _send(future: asyncio.Future[Any], result: object) -> None:
-    # The event loop may be closed, and then no task waits any longer.
-    with contextlib.suppress(RuntimeError):
-        future.get_loop().call_soon_threadsafe(_resolve, future, result)
-
-
-def _resolve(future: asyncio.Future[Any], result: object) -> None:
-    # The task was cancelled.
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+        future.set_exception(error)
+    finally:
+        # Otherwise the error and its traceback would refer to each other.
+        del future

@@ -1,13 +1,12 @@
 """The inside of an enqueuer: its life cycle, its position, its iterators and its callbacks.
 
-    Core --> Epochs: the epochs of one run                   (a new one for each start)
+    Core --> EpochReader: the epoch that the loop reads      (a new one for each epoch)
              --> Run: the workers, from start() to stop()    (a new one for each start)
-             --> EpochReader: the epoch that the loop reads  (a new one for each epoch)
          --> Workload: shards or tasks, on which the batches depend
          --> SavedPosition: where it stands while no run goes on
+         --> Locks: one consumer at a time waits, and one start, stop or change goes on
 
-One consumer at a time waits (`lock`); any number of threads may ask, and each batch goes to
-one of them. One start, stop or change at a time goes on (`state_lock`, which is taken first).
+Any number of threads may ask for a batch, and each batch goes to one of them.
 """
 
 from __future__ import annotations
@@ -19,33 +18,23 @@ import itertools
 import logging
 import os
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from enqueuer import exports
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.load import Backend
+from enqueuer.backends.stall import warn
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
-from enqueuer.enqueuers.epochs import Epochs
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
-from enqueuer.enqueuers.run import (
-    STOP_S,
-    DeferredCalls,
-    OwnedBackends,
-    Run,
-    State,
-    check_started,
-    next_workers,
-    usable,
-)
+from enqueuer.enqueuers.run import STOP_S, Locks, OwnedBackends, Run, State, next_workers
+from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
+from enqueuer.errors import Closed, EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
@@ -54,76 +43,33 @@ from enqueuer.workers.messages import Epoch, ItemTuple
 _log = logging.getLogger("enqueuer")
 
 
-@dataclass(eq=False, repr=False)
-class _Callback:
-    function: Callable[[Stats], object]
-    every_ns: int
-    due_ns: int
-    earlier: Stats | None = None
+class StatsCallback:
+    """A callback of `on_stats`, and when it is due.
 
-
-# A callback that is due, and the statistics for it.
-Call = tuple[_Callback, Stats]
-
-
-class StatsCallbacks:
-    """The callbacks of an enqueuer, and when each is due.
-
-    Example:
-        >>> callbacks = StatsCallbacks()
-        >>> callbacks.add(None, every_s=10.0)
-        >>> len(callbacks.listeners)
-        1
-
-    Attributes:
-        listeners: The callbacks.
+    Args:
+        function: Called with the statistics since its last call.
+        every_ns: Time between two calls.
     """
 
-    def __init__(self) -> None:
-        self.listeners: list[_Callback] = []
-
-    def add(self, function: Callable[[Stats], object] | None, every_s: float) -> None:
-        """Call a function every so many seconds from now on.
-
-        Args:
-            function: Called with the statistics since its last call; None logs a line.
-            every_s: Seconds between two calls.
-        """
-        every_ns = int(every_s * 1e9)
-        self.listeners.append(_Callback(function or _log_line, every_ns, clock() + every_ns))
+    def __init__(self, function: Callable[[Stats], object], every_ns: int) -> None:
+        self.function = function
+        self.every_ns = every_ns
+        self.begin_run()
 
     def begin_run(self) -> None:
-        """Count the time of each callback from now, and its statistics from the start."""
-        for callback in self.listeners:
-            callback.earlier, callback.due_ns = None, clock() + callback.every_ns
+        """Count the time from now, and the statistics from the start."""
+        self.due_ns = clock() + self.every_ns
+        self._earlier: Stats | None = None
 
-    def due(self, stats: Callable[[], Stats]) -> list[Call]:
-        """Return the calls that are due, each with the statistics since the previous one.
-
-        Args:
-            stats: Returns the statistics of the run so far; called only if a call is due.
-        """
-        now = clock()
-        calls = []
-        for callback in [callback for callback in self.listeners if now >= callback.due_ns]:
-            total, earlier = stats(), callback.earlier
-            callback.due_ns, callback.earlier = now + callback.every_ns, total
-            calls.append((callback, total if earlier is None else total.since(earlier)))
-        return calls
-
-    def make(self, calls: list[Call]) -> None:
-        """Make these calls. A callback that fails is logged, and not called again."""
-        for callback, stats in calls:
-            try:
-                callback.function(stats)
-            except Exception:
-                _log.exception("a callback of on_stats() failed; it is not called again")
-                # Another thread in which it failed may have removed it.
-                with contextlib.suppress(ValueError):
-                    self.listeners.remove(callback)
+    def news(self, total: Stats) -> Stats:
+        """Return the statistics since the previous call, and count the time from now."""
+        earlier, self._earlier = self._earlier, total
+        self.due_ns = clock() + self.every_ns
+        return total if earlier is None else total.since(earlier)
 
 
-def _log_line(stats: Stats) -> None:
+def log_line(stats: Stats) -> None:
+    """Log the most important numbers."""
     _log.info("%s", exports.line(stats))
 
 
@@ -134,10 +80,10 @@ class Core:
         workload: Workload of the enqueuer: shards or tasks.
 
     Attributes:
-        epochs: Epochs of the run that goes on, or of the last one; None before the first start.
+        reader: The epoch that the loop reads, or read last; None before the first start.
         saved: Position while no run goes on.
         callbacks: Callbacks of `on_stats`.
-        deferred: Calls of signal handlers that interrupt a consumer.
+        locks: Locks, and calls of signal handlers that interrupt a consumer.
         owned: Backends whose workers have not all ended.
         timeline: Recorder of events; None: nothing is recorded.
         was_run: Whether a run has ended.
@@ -145,12 +91,10 @@ class Core:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        self.epochs: Epochs | None = None
+        self.reader: EpochReader | None = None
         self.saved = SavedPosition(Epoch(0))
-        self.callbacks = StatsCallbacks()
-        self.state_lock = threading.RLock()
-        self.lock = threading.RLock()
-        self.deferred = DeferredCalls(self.lock)
+        self.callbacks: list[StatsCallback] = []
+        self.locks = Locks()
         self.owned = OwnedBackends(self)
         self.timeline: Trace | None = None
         if self.options.trace is not None:
@@ -172,14 +116,8 @@ class Core:
     @property
     def run(self) -> Run | None:
         """The run that goes on, or the last one; None before the first start."""
-        epochs = self.epochs
-        return None if epochs is None else epochs.run
-
-    @property
-    def reader(self) -> EpochReader | None:
-        """The epoch that the loop reads, or read last; None before the first start."""
-        epochs = self.epochs
-        return None if epochs is None else epochs.reader
+        reader = self.reader
+        return None if reader is None else reader.run
 
     @property
     def state(self) -> State:
@@ -200,16 +138,18 @@ class Core:
 
     def check_started(self, what: str) -> None:
         """Raise InvalidState unless there is a run; `what` is a verb phrase for the message."""
-        check_started(self.state, what)
+        if self.state is State.NEW:
+            raise InvalidState(
+                f"cannot {what} before start(); call start(), or use `with` around the loop"
+            )
+        if self.state is State.STOPPED:
+            raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
 
     def started_reader(self, what: str) -> EpochReader:
         """Return the epoch that the loop reads; raise InvalidState unless there is a run."""
         self.check_started(what)
-        reader = self.reader
-        # Another thread is starting the enqueuer.
-        if reader is None:
-            raise InvalidState("cannot read before start() has begun the first epoch")
-        return reader
+        assert self.reader is not None, "it was started"
+        return self.reader
 
     # --- life cycle ---
 
@@ -229,7 +169,7 @@ class Core:
     def start(self, options: Options) -> None:
         """Start the workers, with these options from now on; see `BaseEnqueuer.start`."""
         try:
-            with self.state_lock:
+            with self.locks.state_lock:
                 self.check_idle("start()")
                 self.workload.check_seed()
                 replay = self.workload.orders_to_replay()
@@ -237,14 +177,14 @@ class Core:
                 # A stop() may not have been completed.
                 self.owned.stop(STOP_S)
                 # The lock defers what a signal handler asks for until all workers are started.
-                with interrupts.held(), interrupts.taken(self.lock):
+                with interrupts.held(), interrupts.taken(self.locks.lock):
                     self._start(options, workers, replay)
         finally:
-            self.deferred.make()
+            self.locks.make()
 
     def _start(self, options: Options, workers: int, replay: Mapping[int, Sequence[int]]) -> None:
         """Start the workers, or leave all as it was. Both locks held."""
-        workload, saved, before = self.workload, self.saved, (self.epochs, self.options)
+        workload, saved, before = self.workload, self.saved, (self.reader, self.options)
         first = saved.epoch if saved.is_loaded else Epoch(0)
         if first.number in replay and first.log is None:
             raise StateMismatch(
@@ -257,30 +197,27 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            run = self._new_run(options, workers)
+            run = Run(options, workers, self.owned, self.locks, self.timeline, saved)
             run.replay = replay
             _started.add(self)
             # The workers must know the turns with which it begins.
             has_turns = not isinstance(options.ordered, bool)
-            run.start(workload.job(workers, first), None if has_turns else first)
-            self.epochs = Epochs(run, workload)
-            self.callbacks.begin_run()
-            self.epochs.begin(first)
+            job = workload.job(workers, first)
+            run.backend = run.start_backend(job, None if has_turns else first)
+            scaling = Scaling(run, workload) if options.is_auto else None
+            self.reader = EpochReader(run, workload, first, scaling)
+            for callback in self.callbacks:
+                callback.begin_run()
             # The workers begin at once. An iterable may keep this waiting forever.
-            interrupts.interruptible(self.epochs.current.feed)
+            interrupts.interruptible(self.reader.feed)
             self.saved = dataclasses.replace(saved, is_loaded=False)
             run.move(State.RUNNING)
         except BaseException:
-            self.epochs, workload.options = before
+            self.reader, workload.options = before
             self.owned.stop(STOP_S)
             raise
         finally:
             self._is_starting = False
-
-    def _new_run(self, options: Options, workers: int) -> Run:
-        saved, locks = self.saved, (self.state_lock, self.lock, self.deferred)
-        count = saved.error_count if saved.is_loaded else 0
-        return Run(options, workers, self.owned, self.timeline, count, saved.total_items, *locks)
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
@@ -292,14 +229,14 @@ class Core:
             final = self._last_stats()
         finally:
             self._stop(seconds, final)
-        self.deferred.make()
+        self.locks.make()
 
     def _defers(self, call: Callable[[], None]) -> bool:
         """Return whether a call must wait for the consumer that it interrupts, and wake that."""
-        if not self.deferred.defer(call):
+        if not self.locks.defer(call):
             return False
         if self.run is not None:
-            self.run.wake()
+            self.run.backend.wake()
         return True
 
     def _last_stats(self) -> Stats | None:
@@ -326,7 +263,7 @@ class Core:
             if (run := self.run) is not None:
                 # This wakes the consumer, which then releases its lock.
                 run.close()
-            with interrupts.taken(self.state_lock):
+            with interrupts.taken(self.locks.state_lock):
                 try:
                     if self.run is not None:
                         self._end_run(self.run, seconds, final)
@@ -334,20 +271,33 @@ class Core:
                     self.owned.stop(seconds)
 
     def _end_run(self, run: Run, seconds: float, final: Stats | None) -> None:
-        """Stop a run, and note where it ends. State lock held."""
-        with run.ending(seconds):
+        """Stop a run, and note where it ends. State lock held.
+
+        Without the lock, a consumer could end the epoch, or a thread save a position, after the
+        batches that are ready were dropped and before the position is known. A consumer that runs
+        code of the user may keep the lock for longer; it takes nothing afterwards.
+        """
+        lock = self.locks.lock
+        # Its backend may have just been replaced.
+        run.close()
+        run.successor = None
+        is_locked = lock.acquire(timeout=max(seconds, 0.1))
+        try:
+            if is_locked:
+                self.locks.changed.notify_all()
             if not self.is_idle:
                 try:
-                    self._save_position(run, final)
+                    run.final = final
+                    self.was_run = True
+                    # Only now, as the consumer may have begun the next epoch.
+                    reader = self.reader
+                    assert reader is not None, "a run goes on"
+                    self.saved = self.position(reader, reader.drop_ready())
                 finally:
                     run.move(State.STOPPED)
-
-    def _save_position(self, run: Run, final: Stats | None) -> None:
-        """Note where a run ends. State lock held, and that of the run if a consumer released it."""
-        run.final = final
-        self.was_run = True
-        assert self.epochs is not None
-        self.saved = self.position(self.epochs.current, self.epochs.drop_ready())
+        finally:
+            if is_locked:
+                lock.release()
 
     def position(self, reader: EpochReader, ready: deque[ItemTuple]) -> SavedPosition:
         """Return where a run stands.
@@ -366,23 +316,28 @@ class Core:
         """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
         if self._defers(functools.partial(self.reconfigure, workers)):
             return
-        with self.state_lock, interrupts.held():
-            epochs = self.epochs
+        with self.locks.state_lock, interrupts.held():
+            run = self.run
             # Before the first start there are no data that should stay the same.
-            if epochs is not None:
-                epochs.run.finish_change()
+            if run is not None:
+                run.finish_change()
                 if self.state is State.FAILED:
                     raise InvalidState("cannot reconfigure after an error; call stop() first")
-                if self.state is State.RUNNING and workers != epochs.run.workers:
+                if self.state is State.RUNNING and workers != run.workers:
                     job = self.workload.job_with(workers)
                     if job is not None:
-                        epochs.run.replace(job, epochs.pass_work)
+                        run.replace(job, self._pass_work)
                 self.workload.keep_shards()
-                epochs.scaling = None
+            # From now on, `Scaling` changes nothing.
             self.workload.options = dataclasses.replace(self.options, workers=workers)
-            if epochs is not None and self.state is State.RUNNING:
-                epochs.run.end_replaced()
-        self.deferred.make()
+            if run is not None and self.state is State.RUNNING:
+                run.end_replaced()
+        self.locks.make()
+
+    def _pass_work(self, old: Backend, new: Backend) -> None:
+        """Let a new backend go on where an old one was. Lock held."""
+        assert self.reader is not None, "a run goes on"
+        self.reader.pass_work(old, new)
 
     # --- what iterators need ---
 
@@ -394,12 +349,42 @@ class Core:
             is_any: Whether any epoch may be over. If not, an epoch that another thread has begun
                 after `seen` is returned also if it is over.
         """
-        with self.state_lock:
+        with self.locks.state_lock:
             if self.state is State.NEW:
                 self.start(self.options)
         self.check_started("iterate over it")
-        assert self.epochs is not None
-        return self.epochs.next_of(seen, is_any)
+        with self.locks.held():
+            reader = self.started_reader("iterate over it")
+            return self._begun(reader, retune=True) if is_any or seen is reader else reader
+
+    def following(self, reader: EpochReader) -> EpochReader | None:
+        """Begin the epoch after one; return None if there is none. For endless iterators."""
+        with self.locks.held():
+            # An empty epoch would be followed by another one.
+            if reader is self.reader and not reader.is_empty:
+                self._begun(reader)
+            # It is the same one also if it is not over, or the run is being stopped.
+            is_next = reader is not self.reader and self.state is State.RUNNING
+            return self.reader if is_next else None
+
+    def _begun(self, reader: EpochReader, retune: bool = False) -> EpochReader:
+        """Return an epoch, or the next one if it is over and the run goes on. Lock held."""
+        run = reader.run
+        while run.state is State.RUNNING and reader.is_over:
+            try:
+                run.meter.go_on()
+                if retune:
+                    reader.retune(is_over=True)
+                following = reader.following()
+                # Only now, so that an exception which strikes before has all of it done again.
+                self.reader = reader = following
+                reader.feed()
+            except Closed:
+                if not run.wait_for_change():
+                    break
+                # Another thread may have begun the next epoch meanwhile.
+                reader = self.reader or reader
+        return reader
 
     # --- statistics ---
 
@@ -408,12 +393,12 @@ class Core:
         reader = self.reader
         if reader is not None:
             return reader.stats()
-        options = self.options
-        run = self.run or self._new_run(options, options.first_workers)
-        return run.stats(self.saved.epoch.number, 0)
+        workers, saved = self.options.first_workers, self.saved
+        never = Run(self.options, workers, self.owned, self.locks, self.timeline, saved)
+        return never.stats(saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
-        """Call the callbacks of `on_stats` that are due.
+        """Call the callbacks of `on_stats` that are due; log one that fails, and call it no more.
 
         Called before a batch is taken, so that none is lost if that fails; and without
         the lock, since another thread that a callback waits for may want it.
@@ -421,15 +406,23 @@ class Core:
         run = self.run
         if run is None or not run.is_news:
             return
-        if not run.lock.acquire(blocking=may_wait):
+        if not self.locks.lock.acquire(blocking=may_wait):
             return
         try:
             run.is_news = False
-            calls = self.callbacks.due(self.stats)
+            due = [callback for callback in self.callbacks if clock() >= callback.due_ns]
+            calls = [(callback, callback.news(self.stats())) for callback in due]
         finally:
-            run.lock.release()
-            self.deferred.make()
-        self.callbacks.make(calls)
+            self.locks.lock.release()
+            self.locks.make()
+        for callback, stats in calls:
+            try:
+                callback.function(stats)
+            except Exception:
+                _log.exception("a callback of on_stats() failed; it is not called again")
+                # Another thread in which it failed may have removed it.
+                with contextlib.suppress(ValueError):
+                    self.callbacks.remove(callback)
 
     # --- forks ---
 
@@ -440,15 +433,12 @@ class Core:
             return
         if self.reader is not None:
             self.reader.leave_to_parent()
-        # A thread that does not exist here may have held them when the parent forked.
-        self.state_lock, self.lock = usable(self.state_lock), usable(self.lock)
-        self.deferred = DeferredCalls(self.lock)
+        self.locks.leave_to_parent()
         if self.timeline is not None:
             self.timeline.leave_to_parent()
-        if self.run is None:
-            self.owned.leave_to_parent(None)
-        else:
-            self.run.leave_to_parent(self.state_lock, self.lock, self.deferred)
+        inherited = self.owned.leave_to_parent()
+        if self.run is not None:
+            self.run.backend, self.run.successor = inherited, None
 
 
 _started: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -497,11 +487,9 @@ class Batches(Iterator[Batch]):
         turn = self._turn
         if turn is not None and turn != reader.last_turn[0]:
             _take_turn(reader, turn)
-        if reader.run.is_news and core.callbacks.listeners:
+        if reader.run.is_news and core.callbacks:
             core.make_callbacks()
-        epochs = core.epochs
-        assert epochs is not None
-        epochs.wait_for(reader, self._goes_on)
+        reader.wait(self._goes_on)
 
 
 def _take_turn(reader: EpochReader, turn: int) -> None:
@@ -509,11 +497,10 @@ def _take_turn(reader: EpochReader, turn: int) -> None:
     (last, thread), reader.last_turn = reader.last_turn, (turn, threading.get_ident())
     if last < turn or thread != threading.get_ident():
         return
-    warnings.warn(
+    warn(
         "two loops of this thread read the same epoch of an enqueuer, so each gets only a part of "
         "the batches; give each loop an enqueuer of its own",
         EnqueuerWarning,
-        stacklevel=level_of_user(),
     )
 
 
@@ -526,8 +513,7 @@ class Endless(Batches[Batch]):
         try:
             super()._wait()
         except StopIteration:
-            epochs = self._core.epochs
-            reader = None if epochs is None else epochs.following(self._reader)
+            reader = self._core.following(self._reader)
             if reader is None:
                 raise
             self._reader, self._ready = reader, reader.ready

@@ -6,16 +6,15 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
 from enqueuer.enqueuers import position
-from enqueuer.enqueuers.configs import Auto
-from enqueuer.enqueuers.core import Batches, Core
+from enqueuer.enqueuers.core import Batches, Core, StatsCallback, log_line
 from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
+from enqueuer.enqueuers.options import Auto
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, State, next_workers
 from enqueuer.enqueuers.workload import Workload
@@ -36,7 +35,7 @@ def comes_next(core: Core, epoch: int) -> bool:
     reader = core.reader
     if reader is None or core.is_idle:
         return core.saved.is_loaded and core.saved.epoch.number == epoch
-    with core.deferred.locked():
+    with core.locks.held():
         return reader.is_over and reader.number + 1 == epoch
 
 
@@ -56,7 +55,13 @@ def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
     return epoch + 1 if is_all else None
 
 
-Batch = TypeVar("Batch")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    # Of what stacking makes of samples nothing is known.
+    Batch = TypeVarWithDefault("Batch", default=Any)
+else:
+    Batch = TypeVar("Batch")
 AnyEnqueuer = TypeVar("AnyEnqueuer", bound="BaseEnqueuer[Any]")
 # Attributes that are made anew with a copy; a subclass may have others.
 _MADE_ANEW = {"_core", "_make", "_notifier", "queue", "_tasks"}
@@ -250,7 +255,7 @@ class BaseEnqueuer(Generic[Batch]):
         seconds = checks.seconds("every", every)
         if not (callback is None or callable(callback)):
             raise TypeError(f"on_stats() calls a function with the statistics, got {callback!r}")
-        self._core.callbacks.add(callback, seconds)
+        self._core.callbacks.append(StatsCallback(callback or log_line, int(seconds * 1e9)))
 
     # --- position ---
 
@@ -282,7 +287,7 @@ class BaseEnqueuer(Generic[Batch]):
             [9, 16, 25]
         """
         core = self._core
-        with core.deferred.locked():
+        with core.locks.held():
             workload, saved, reader = core.workload, core.saved, core.reader
             if reader is not None and not core.is_idle:
                 saved = core.position(reader, reader.ready.copy())
@@ -309,7 +314,7 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
-        with core.state_lock:
+        with core.locks.state_lock:
             core.check_idle("load_state_dict()")
             workload = core.workload
             fixed = workload.identity()
@@ -351,12 +356,7 @@ class BaseEnqueuer(Generic[Batch]):
             self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     async def __aenter__(self: Self) -> Self:
@@ -367,12 +367,7 @@ class BaseEnqueuer(Generic[Batch]):
         await async_iteration.call(self._core, self.__enter__)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Stop the enqueuer in a thread; the event loop is not blocked."""
         from enqueuer.enqueuers import async_iteration
 
@@ -394,8 +389,8 @@ class BaseEnqueuer(Generic[Batch]):
         kind = bar_class(core.options.progress)
         if kind is None:
             return batches
-        with core.deferred.locked():
-            done = reader.steps_done()
+        with core.locks.held():
+            done = reader.work.steps_done(len(reader.ready), reader.taken)
         return Shown(batches, self.stats, kind, done, core.workload.steps())
 
     def __aiter__(self) -> AsyncIterator[Batch]:
@@ -490,8 +485,8 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
     own, seed, saved = made._core, core.workload.seed, core.saved
     own.workload.seed.is_given = seed.is_given
     own.workload.seed.is_shared = seed.is_given or world_size == 1
-    for callback in core.callbacks.listeners:
-        own.callbacks.add(callback.function, callback.every_ns / 1e9)
+    for callback in core.callbacks:
+        own.callbacks.append(StatsCallback(callback.function, callback.every_ns))
     if saved.is_loaded:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(
@@ -501,3 +496,9 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
             )
         own.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
     return cast(AnyEnqueuer, made)
+
+
+def iterated(enqueuer: BaseEnqueuer[Batch]) -> Iterator[Batch]:
+    """Start an enqueuer, yield its batches, and stop it."""
+    with enqueuer:
+        yield from enqueuer

@@ -7,31 +7,30 @@ The epoch after it may begin early, so that no worker is idle in between:
 
     the last task of this epoch is submitted, and there is room --feed()--> tasks of the next one
     each worker was told its shards of this epoch ---------------feed()--> those of the next one
-    the loop has read this epoch to its end ------------------------------> `Epochs.begin` takes it
+    the loop has read this epoch to its end ------------------------------> `following` takes it
 
 No reader knows the enqueuer, so an enqueuer that is forgotten while a thread waits is collected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
-from enqueuer.backends.stall import DeadlineExpired, Wait, level_of_user
+from enqueuer.backends.stall import DeadlineExpired, Wait, warn
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.run import Run, State
+from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
 from enqueuer.monitoring.stats import Stats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
-
-Retune = Callable[[], None]
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
@@ -47,25 +46,25 @@ def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
             "take the shard (`def batches(shard): ...`), use shard.split for its share of the "
             "work, and draw random numbers from shard.rng"
         )
-    warnings.warn(
+    warn(
         f"shards {one} and {other} began with the same batches, so the data seem to come "
         f"several times. {cause}",
         DuplicateDataWarning,
-        stacklevel=level_of_user(),
     )
 
 
 class EpochReader:
     """An epoch, or the rest of one, that the workers make and the loop reads.
 
-    All methods need the lock of the run, unless they say otherwise.
+    With the object, the epoch begins; `feed` lets the workers begin it. All methods need the lock
+    of the run, unless they say otherwise.
 
     Args:
         run: The run that the epoch belongs to.
         workload: What is run.
-        work: This epoch of the workload.
-        number: Number of the epoch, from 0.
-        is_whole: Whether the epoch begins with its first item.
+        epoch: The epoch, or its rest.
+        scaling: Object that changes the number of workers; None if that is fixed.
+        before: The epoch before, of the same run, which is over; None for the first one.
 
     Attributes:
         ready: Items that were taken from the workers and not given to the loop. Iterators take
@@ -83,12 +82,18 @@ class EpochReader:
         self,
         run: Run,
         workload: Workload,
-        work: EpochWork,
-        number: int,
-        is_whole: bool,
+        epoch: Epoch,
+        scaling: Scaling | None,
+        before: EpochReader | None = None,
     ) -> None:
+        number = epoch.number
+        run.meter.go_on()
+        self._scaling, self._began = scaling, None if scaling is None else run.stats(number, 0)
+        work: EpochWork | None = None if before is None else before.next_work
+        if work is None:
+            work = workload.begin(run, epoch, None if before is None else before.work)
         self.run = run
-        self.work = work
+        self.work: EpochWork = work
         self.next_work: EpochWork | None = None
         self.number = number
         self.ready: deque[ItemTuple] = deque()
@@ -99,30 +104,127 @@ class EpochReader:
         # Number and thread of the iterator that waited for a batch last.
         self.last_turn = -1, 0
         self._workload = workload
-        self._is_whole = is_whole
+        # Whether the epoch begins with its first item.
+        self._is_whole = before is not None or epoch.starts is None
         self._taken_before = run.meter.taken
         self._order = work.order
         # Whether the thread that holds the lock waits or takes items. The lock is reentrant, and a
         # signal handler of that thread may ask for the next item, too.
         self._is_entered = False
+        run.failures.begin_epoch()
+        if run.timeline is not None:
+            run.timeline.begin(number)
+        begun = epoch if before is None else Epoch(number, work.starts)
+        if turns := work.order.first_turns():
+            begun = dataclasses.replace(begun, turns=turns)
+        run.backend.schedule.begin(begun)
+
+    def following(self) -> EpochReader:
+        """Begin the epoch after this one, which is over."""
+        return EpochReader(self.run, self._workload, self.work.next_epoch(), self._scaling, self)
+
+    def pass_work(self, old: Backend, new: Backend) -> None:
+        """Let a new backend go on where an old one was."""
+        self.work.pass_work(old, new)
+        if self.next_work is not None:
+            self.next_work.pass_work(old, new)
+
+    def retune(self, is_over: bool = False) -> None:
+        """Change the number of workers if that is due; may wait.
+
+        Args:
+            is_over: Whether the epoch is over, so that a change repeats nothing.
+        """
+        if self._scaling is not None:
+            rerun_s = None if is_over else self._rerun_s
+            self._scaling.step(self.stats, rerun_s, self.pass_work)
+
+    def _rerun_s(self, stats: Stats) -> float | None:
+        assert self._began is not None, "it is asked for `Scaling`"
+        return self.work.rerun_s(stats.since(self._began))
 
     # --- waiting ---
 
-    def has_item(
-        self,
-        deadline: float | None,
-        retune: Retune | None = None,
-        raises: bool = True,
-        takes: bool = True,
-    ) -> bool:
+    def wait(self, goes_on: bool) -> None:
+        """Wait until something is ready; another thread may have taken it on return. No lock.
+
+        Args:
+            goes_on: Whether the next epoch will be read as well, and so may begin early; it may
+                also by the option `epochs`.
+
+        Raises:
+            StopIteration: The epoch is over, or the enqueuer was stopped.
+        """
+        run, locks = self.run, self.run.locks
+        try:
+            with locks.lock:
+                self.is_next_wanted = goes_on or self.is_followed
+                if not self.has_item(None):
+                    raise StopIteration
+                if run.timeline is not None:
+                    run.timeline.take(self.ready)
+        finally:
+            if locks.calls:
+                locks.make()
+
+    def wait_for_event_loop(self) -> None:
+        """Wait until there is something to poll for; take nothing from `ready`. No lock.
+
+        Called by a thread that waits on behalf of event loops. It does not keep the enqueuer
+        alive: the end of a forgotten enqueuer wakes it.
+        """
+        with self.run.locks.held():
+            self.has_item(None, raises=False)
+
+    def poll(self) -> tuple[Any, ...]:
+        """Take the next batch, if there is one; waits for nothing. For event loops. No lock.
+
+        Raises:
+            StopAsyncIteration: The epoch is over.
+        """
+        ready, run = self.ready, self.run
+        while True:
+            if run.timeline is not None:
+                run.timeline.take(ready)
+            if ready:
+                # No call and no jump, as in `Batches`.
+                item = ready[0]
+                del ready[0]
+                return (item[2],)
+            lock = run.locks.lock
+            if not lock.acquire(blocking=False):
+                return ()
+            try:
+                is_known = run.state is State.STOPPED or self.knows_next()
+                if self.work.feed_runs_code and not is_known:
+                    return ()
+                if not self.has_item(time.monotonic()):
+                    raise StopAsyncIteration
+            except DeadlineExpired:
+                return ()
+            finally:
+                lock.release()
+                run.locks.make()
+
+    def drop_ready(self) -> deque[ItemTuple]:
+        """Take all that is ready away from the iterators, and return it. No lock needed."""
+        left, ready = deque[ItemTuple](), self.ready
+        # Iterators take items from the left, without the lock. From the right, so that what an
+        # iterator takes meanwhile comes before all that was dropped.
+        with contextlib.suppress(IndexError):
+            while True:
+                left.appendleft(ready.pop())
+        return left
+
+    def has_item(self, deadline: float | None, raises: bool = True, takes: bool = True) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
         That is so at the end of the epoch, and if the enqueuer was stopped. If calls were deferred
         it returns True, too; they are to be made before asking again.
 
         Args:
-            deadline: When to give up, by `time.monotonic()`; None: never.
-            retune: Called when the number of workers may be changed.
+            deadline: When to give up, by `time.monotonic()`; None: never, and the number of workers
+                may be changed.
             raises: Whether to raise the failure, if that is next; else this returns True.
             takes: Whether to take an item that has come from the workers, which makes room for
                 another one. If not, this waits for a change of workers only.
@@ -148,11 +250,11 @@ class EpochReader:
             if is_quick and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
-                has_more = self._wait_for_item(deadline, retune, takes)
+                has_more = self._wait_for_item(deadline, takes)
             else:
                 has_more = True
-                if self._keep(backend, items) and deadline is None and retune is not None:
-                    retune()
+                if self._keep(backend, items) and deadline is None:
+                    self.retune()
         finally:
             self._is_entered = False
             meter = self.run.meter
@@ -162,7 +264,7 @@ class EpochReader:
             self._raise(self.failure)
         return has_more
 
-    def _wait_for_item(self, deadline: float | None, retune: Retune | None, takes: bool) -> bool:
+    def _wait_for_item(self, deadline: float | None, takes: bool) -> bool:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
@@ -182,7 +284,7 @@ class EpochReader:
                 continue
             except DeadlineExpired:
                 # It also ends for calls of a signal handler, which are made without the lock.
-                if run.deferred.calls and (deadline is None or time.monotonic() < deadline):
+                if run.locks.calls and (deadline is None or time.monotonic() < deadline):
                     return True
                 if deadline is not None:
                     raise
@@ -199,8 +301,8 @@ class EpochReader:
             if failure is not None and until is None:
                 long_wait = Wait(run.limits, 0.0)
                 until = long_wait.until
-            if self.note(failure) and deadline is None and retune is not None:
-                retune()
+            if self._note(failure) and deadline is None:
+                self.retune()
         return not self._notice_end()
 
     def _has_news(self, backend: Backend) -> bool:
@@ -275,7 +377,7 @@ class EpochReader:
         """Return whether an item, the failure or the end is what comes next."""
         return bool(self.ready) or self.failure is not None or self._order.done
 
-    def note(self, failure: Failure | None) -> bool:
+    def _note(self, failure: Failure | None) -> bool:
         """Note what the backend has waited for: a failure, or items, which are taken.
 
         Returns:
@@ -316,26 +418,6 @@ class EpochReader:
                 self.work.first_items = None
         return is_time
 
-    def wait_for_event_loop(self) -> Failure | None:
-        """Wait for the workers, in a thread that does so on behalf of event loops.
-
-        Takes nothing, and returns what is to be noted.
-
-        Raises:
-            BatchTimeout: Nothing came for `timeout` seconds.
-            Closed: The enqueuer was stopped, or other workers take over.
-            DeadlineExpired: A call was deferred.
-        """
-        run, backend = self.run, self.run.backend
-        wait = Wait(run.limits, 0.0)
-        while True:
-            try:
-                return self._wait(backend, wait.until)
-            except DeadlineExpired:
-                if run.deferred.calls:
-                    raise
-            wait.cut(backend.inspect, self._order, self.number)
-
     # --- what is next ---
 
     def _raise(self, failure: Failure) -> NoReturn:
@@ -366,11 +448,7 @@ class EpochReader:
         if why is None or self.run.has_warned_of_nothing:
             return
         self.run.has_warned_of_nothing = True
-        warnings.warn(
-            f"epoch {self.number} had no batches: {why}",
-            EmptyEpochWarning,
-            stacklevel=level_of_user(),
-        )
+        warn(f"epoch {self.number} had no batches: {why}", EmptyEpochWarning)
 
     @property
     def is_empty(self) -> bool:
@@ -381,10 +459,6 @@ class EpochReader:
     def taken(self) -> int:
         """Number of items of this epoch that were taken from the workers. No lock needed."""
         return self.run.meter.taken - self._taken_before
-
-    def steps_done(self) -> int:
-        """Return how many batches of the epoch the loop was given."""
-        return self.work.steps_done(len(self.ready), self.taken)
 
     def waiting(self) -> int:
         """Return how many finished items of this epoch wait. No lock needed."""
@@ -405,14 +479,14 @@ class EpochReader:
             return
         # Otherwise an exception of a signal handler could leave the lock taken.
         with interrupts.held():
-            if run.lock.acquire(blocking=False):
+            if run.locks.lock.acquire(blocking=False):
                 try:
                     # Others may have taken over.
                     tasks = run.backend.tasks
                     if tasks is not None and run.state is State.RUNNING:
                         tasks.poll(order)
                 finally:
-                    run.lock.release()
+                    run.locks.lock.release()
 
     # --- position ---
 

@@ -1,18 +1,26 @@
-"""GeneratorEnqueuer: the batches of a generator, by shards."""
+"""GeneratorEnqueuer, the batches of a generator, by shards; prefetch(), for one loop."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from typing import Any, overload
 
 from enqueuer.common import checks
-from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch
-from enqueuer.enqueuers.options import EnqueuerOptions, NoBatches, Options, Unpack, takes_options
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, iterated
+from enqueuer.enqueuers.options import (
+    EnqueuerOptions,
+    Options,
+    ShardOptions,
+    Unpack,
+    check_for_one_loop,
+    passes_options,
+    takes_options,
+)
 from enqueuer.enqueuers.shards import ShardWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import Samples, as_source
+from enqueuer.workers.sources import Samples, as_source, is_plain_collection
 
 GeneratorLike = (
     Callable[[Shard], Iterable[Batch]]
@@ -30,10 +38,6 @@ class GeneratorOptions(EnqueuerOptions, total=False):
     shards: int | None
     shuffle_buffer: int | None
     pickle_safe: bool | None
-
-
-class _YieldedOptions(GeneratorOptions, NoBatches, total=False):
-    """The same where the generator yields the batches."""
 
 
 @takes_options
@@ -100,7 +104,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         use_multiprocessing: bool = False,
         wait_time: float | None = None,
         random_seed: int | None = None,
-        **options: Unpack[_YieldedOptions],
+        **options: Unpack[GeneratorOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -110,21 +114,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         wait_time: float | None = None,
         random_seed: int | None = None,
         *,
-        batch_size: int,
-        collate: Callable[[list[Any]], Batch],
-        **options: Unpack[GeneratorOptions],
-    ) -> None: ...
-    # What stacking makes of the samples depends on these.
-    @overload
-    def __init__(
-        self: GeneratorEnqueuer[Any],
-        generator: GeneratorLike[Any],
-        use_multiprocessing: bool = False,
-        wait_time: float | None = None,
-        random_seed: int | None = None,
-        *,
         batch_size: int | None,
-        collate: Callable[[list[Any]], Any] | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
         **options: Unpack[GeneratorOptions],
     ) -> None: ...
     def __init__(
@@ -153,3 +144,54 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             source = dataclasses.replace(source, stage=samples)
         split = None if shards is None else checks.positive("shards", shards)
         super().__init__(ShardWorkload(source, checked, seed, split), GeneratorEnqueuer)
+
+
+@overload
+def prefetch(
+    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[ShardOptions]
+) -> Iterator[Batch]: ...
+@overload
+def prefetch(
+    generator: GeneratorLike[Any],
+    max_queue_size: int = 2,
+    *,
+    batch_size: int | None,
+    collate: Callable[[list[Any]], Batch] | None = None,
+    **options: Unpack[ShardOptions],
+) -> Iterator[Batch]: ...
+@passes_options(GeneratorEnqueuer)
+def prefetch(  # noqa: D417, as passes_options() adds them
+    generator: GeneratorLike[Any], max_queue_size: int = 2, **options: Any
+) -> Iterator[Any]:
+    """Iterate over one epoch of `generator`, made ahead in the background.
+
+    The workers start with the first `next()`, and stop when the iterator ends, is closed, or is
+    dropped after a `break`.
+
+    Args:
+        generator: As for `GeneratorEnqueuer`; also any iterable, such as a list or a loader.
+        max_queue_size: Largest number of finished batches that wait; 2 by default, which is
+            enough to overlap steady work.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        random_seed: As for `GeneratorEnqueuer`; without `shards`, the batches depend on `workers`.
+        shards: As for `GeneratorEnqueuer`, like the three that follow.
+        batch_size: Number of samples in a batch; None, the default: the generator yields batches.
+        collate: Function that makes one batch of a list of samples.
+        shuffle_buffer: Number of samples of each shard that are shuffled among each other.
+        {options}
+
+    Raises:
+        TypeError: An argument has the wrong type (at once, not at the first `next()`).
+        ValueError: An argument is out of its range (at once as well).
+
+    Example:
+        >>> for batch in prefetch(lambda: (n * n for n in range(3))):
+        ...     print(batch)
+        0
+        1
+        4
+    """
+    if is_plain_collection(generator):
+        generator = iter(generator)
+    check_for_one_loop(options)
+    return iterated(GeneratorEnqueuer(generator, max_queue_size=max_queue_size, **options))

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import checks
 from enqueuer.enqueuers.core import Core
+from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.errors import Closed, InvalidState
 
 Batch = TypeVar("Batch")
@@ -64,19 +65,30 @@ class Queue(Generic[Batch]):
 
     def _has_next(self, takes: bool) -> bool:
         """Return whether an item or an error is next; wait for nothing."""
-        core = self._core
-        reader = core.reader
-        if reader is None or not core.is_running() or not reader.run.lock.acquire(blocking=False):
-            # If another consumer waits for the next batch, there is none.
+        reader = self._core.reader
+        if reader is None or not self._core.is_running():
             return False
         try:
             # If it is not taken, a worker beyond the bound does not even send it.
-            return reader.has_item(time.monotonic(), raises=False, takes=takes)
-        except DeadlineExpired:
+            return self._asked(reader, time.monotonic(), raises=False, takes=takes)
+        except Empty:
             return False
+
+    def _asked(self, reader: EpochReader, deadline: float | None, **options: bool) -> bool:
+        """Return the answer of `has_item`; raise Empty at the deadline."""
+        locks = reader.run.locks
+        lock = locks.lock
+        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        # If another consumer waits for the next batch, there is none.
+        if not lock.acquire(timeout=left):
+            raise Empty
+        try:
+            return reader.has_item(deadline, **options)
+        except DeadlineExpired:
+            raise Empty from None
         finally:
-            reader.run.lock.release()
-            core.deferred.make()
+            lock.release()
+            locks.make()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.
@@ -107,19 +119,7 @@ class Queue(Generic[Batch]):
                 item = ready[0]
                 del ready[0]
                 return item[2]  # type: ignore[return-value]  # as in Batches, too
-            epochs = core.epochs
-            retune = None if epochs is None else epochs.retune
-            left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not reader.run.lock.acquire(timeout=left):
-                raise Empty
-            try:
-                has_item = reader.has_item(deadline, retune)
-            except DeadlineExpired:
-                raise Empty from None
-            finally:
-                reader.run.lock.release()
-                core.deferred.make()
-            if not has_item:
+            if not self._asked(reader, deadline):
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")
             # Another thread may have begun the next epoch.

@@ -1,4 +1,4 @@
-"""OrderedEnqueuer: tasks over the elements of a sequence or an iterable."""
+"""OrderedEnqueuer, tasks over the elements of a sequence or an iterable; imap(), for one loop."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.enqueuers.core import Endless
-from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of
+from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of, iterated
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
-    NoBatches,
     Options,
     TaskOptions,
     Unpack,
+    check_for_one_loop,
+    passes_options,
     takes_options,
 )
-from enqueuer.enqueuers.task_workload import TaskWorkload
+from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS
@@ -44,10 +45,6 @@ Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 
 class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
     """Types of the options that do not change the type of a batch."""
-
-
-class _ResultOptions(OrderedOptions, NoBatches, total=False):
-    """The same where each result comes alone."""
 
 
 @takes_options
@@ -118,7 +115,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: np.ndarray[Any, Any],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -126,7 +123,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[Batch],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -134,7 +131,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -142,7 +139,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
-        **options: Unpack[_ResultOptions],
+        **options: Unpack[OrderedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -151,20 +148,8 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         map: Callable[..., Any] | bool | None = None,
         shuffle: bool = False,
         *,
-        batch_size: int,
-        collate: Collate[Batch],
-        **options: Unpack[OrderedOptions],
-    ) -> None: ...
-    # What stacking makes of the results depends on these.
-    @overload
-    def __init__(
-        self: OrderedEnqueuer[Any],
-        sequence: Elements[Any],
-        map: Callable[..., Any] | bool | None = None,
-        shuffle: bool = False,
-        *,
         batch_size: int | None,
-        collate: Callable[..., Any] | None = None,
+        collate: Collate[Batch] | None = None,
         **options: Unpack[OrderedOptions],
     ) -> None: ...
     def __init__(
@@ -219,7 +204,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         reader = core.started_reader("wait for the end of its epoch")
         is_known = False
         while not is_known:
-            with core.deferred.locked():
+            with core.locks.held():
                 is_known = not reader.has_item(None, raises=False) or reader.knows_next()
 
     def __len__(self) -> int:
@@ -305,3 +290,74 @@ def _check_elements(sequence: object, map: object, shuffle: object, collate: obj
         )
     if shuffle:
         raise ValueError("shuffle needs __len__ and __getitem__; an iterable comes as it is")
+
+
+class _MapOptions(TaskOptions, total=False):
+    """Types of the options of `imap` that do not change the type of a batch."""
+
+    shuffle: bool
+
+
+@overload
+def imap(
+    function: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
+    elements: Elements[T],
+    max_queue_size: int = 10,
+    **options: Unpack[_MapOptions],
+) -> Iterator[Batch]: ...
+@overload
+def imap(
+    function: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
+    elements: Elements[T],
+    max_queue_size: int = 10,
+    **options: Unpack[_MapOptions],
+) -> Iterator[Batch]: ...
+@overload
+def imap(
+    function: Callable[..., Any],
+    elements: Elements[Any],
+    max_queue_size: int = 10,
+    *,
+    batch_size: int | None,
+    collate: Collate[Batch] | None = None,
+    **options: Unpack[_MapOptions],
+) -> Iterator[Batch]: ...
+@passes_options(OrderedEnqueuer)
+def imap(  # noqa: D417, as passes_options() adds them
+    function: Callable[..., Any], elements: Elements[Any], max_queue_size: int = 10, **options: Any
+) -> Iterator[Any]:
+    """Iterate over `function` of each element, in order, made ahead in the background.
+
+    It works like `Pool.imap` of `multiprocessing`, but with a limit on the waiting results. The
+    workers start with the first `next()`, and stop when the iterator ends, is closed, or is
+    dropped after a `break`. Results that are None are left out.
+
+    Args:
+        function: Function that is called with an element; with the element and its `Task` if it
+            takes two arguments.
+        elements: A sequence, or any iterable, which is read in your own thread.
+        max_queue_size: Largest number of results that wait; 10 by default. Each worker may hold
+            one more.
+        shuffle: As for `OrderedEnqueuer`, like the five that follow.
+        use_multiprocessing: Keras' name for `backend="process"`.
+        batch_size: Number of results in a batch; None, the default: each comes alone.
+        collate: Function that makes one batch of a list of results.
+        concurrency: Number of elements that each worker runs at once, in threads, or `"auto"`.
+        random_seed: Non-negative int, from which all seeds derive; drawn by default.
+        {options}
+
+    Raises:
+        TypeError: An argument has the wrong type (at once, not at the first `next()`).
+        ValueError: An argument is out of its range (at once as well).
+
+    Example:
+        >>> for length in imap(len, ["one", "three"], workers=2):
+        ...     print(length)
+        3
+        5
+    """
+    if not callable(function):
+        raise TypeError(f"imap needs a function and then its elements, got {function!r}")
+    check_for_one_loop(options)
+    made = OrderedEnqueuer(elements, function, max_queue_size=max_queue_size, **options)
+    return iterated(made)

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from enqueuer.backends.order_log import numbers_in
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.common import checks
 from enqueuer.errors import EnqueuerWarning, StateMismatch
 from enqueuer.workers.messages import Epoch, Start
@@ -201,11 +200,10 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
 def _refuse_or_warn(changed: str, strict: bool, advice: str) -> None:
     if strict:
         raise StateMismatch(f"the source has changed since the state was saved: {changed}{advice}")
-    warnings.warn(
+    warn(
         f"the source has changed since the state was saved: {changed}; the rest of the epoch is "
         "that of the one that is here, from the same position on",
         EnqueuerWarning,
-        stacklevel=level_of_user(),
     )
 
 

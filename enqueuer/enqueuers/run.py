@@ -6,7 +6,7 @@
 
 `OwnedBackends` ends the workers together with their enqueuer.
 
-`DeferredCalls` are calls of signal handlers that wait until their thread has released the lock:
+`Locks` keep the calls of signal handlers that wait until their thread has released the lock:
 
     the loop holds the lock: it waits for workers, or takes their items
         a signal handler in its thread: stop(), reconfigure() --> defer()
@@ -39,6 +39,7 @@ from enqueuer.common.catching import raised_here
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import LoopMeter, clock, top_of
@@ -87,53 +88,57 @@ class OwnedBackends:
                     if one in self._backends:
                         self._backends.remove(one)
 
-    def leave_to_parent(self, in_use: Backend | None) -> Backend | None:
+    def leave_to_parent(self) -> Backend:
         """Replace the backends in a child forked from the process that has their workers.
 
-        Args:
-            in_use: The backend that the enqueuer reads from.
-
         Returns:
-            The object that replaces `in_use`; its methods raise InvalidState.
+            The object that replaces them; its methods raise InvalidState.
         """
         parents, self._backends = self._backends, []
-        pid = self._pid
-        for backend, finalizer in parents:
+        for _, finalizer in parents:
             finalizer.detach()
-            inherited = cast(Backend, Inherited(pid, backend))
-            self.add(inherited)
-            if backend is in_use:
-                in_use = inherited
-        return in_use
+        inherited = cast(Backend, Inherited(self._pid, parents))
+        self.add(inherited)
+        return inherited
 
 
-class DeferredCalls:
-    """The calls that a thread makes once it has released a lock.
+class Locks:
+    """The locks of an enqueuer, and the calls that a thread makes once it has released the second.
 
-    Args:
-        lock: The lock.
+    They outlive a run: the next one waits for the code of an iterable that still runs.
 
     Attributes:
+        state_lock: Lock that one start, stop or change of the workers holds at a time. It is
+            taken before `lock`.
+        lock: Lock that one consumer at a time holds, and all that changes what consumers see.
+        changed: Condition of `lock`: other workers have taken over, or the run ends.
         calls: The calls, the earliest first.
 
     Example:
-        >>> lock = threading.RLock()
-        >>> deferred = DeferredCalls(lock)
-        >>> deferred.defer(lambda: print("called"))
+        >>> locks = Locks()
+        >>> locks.defer(lambda: print("called"))
         False
-        >>> with deferred.locked():
-        ...     deferred.defer(lambda: print("called"))
+        >>> with locks.held():
+        ...     locks.defer(lambda: print("called"))
         ...     print("waiting")
         True
         waiting
         called
     """
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self) -> None:
+        self.state_lock, self.lock = threading.RLock(), threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.calls: deque[Callable[[], object]] = deque()
-        self._lock = lock
-        # It knows whether this thread holds the lock.
-        self._condition = threading.Condition(lock)
+
+    def leave_to_parent(self) -> None:
+        """Be free, and without calls, in a forked child.
+
+        A thread that does not exist there may have held them when the parent forked.
+        """
+        self.state_lock, self.lock = _usable(self.state_lock), _usable(self.lock)
+        self.changed = threading.Condition(self.lock)
+        self.calls = deque()
 
     def defer(self, call: Callable[[], object]) -> bool:
         """Keep a call if this thread holds the lock; return False if it may be made now."""
@@ -153,10 +158,10 @@ class DeferredCalls:
             call()
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Hold the lock, and make the calls after it."""
         try:
-            with self._lock:
+            with self.lock:
                 yield
         finally:
             self.make()
@@ -164,10 +169,18 @@ class DeferredCalls:
     def _is_held_here(self) -> bool:
         try:
             # It wakes no thread, and raises if this one does not hold the lock.
-            self._condition.notify(0)
+            self.changed.notify(0)
         except raised_here(RuntimeError):
             return False
         return True
+
+
+def _usable(lock: threading.RLock) -> threading.RLock:
+    """Return a lock if this thread can have it, else a new one."""
+    if not lock.acquire(blocking=False):
+        return threading.RLock()
+    lock.release()
+    return lock
 
 
 class State(enum.Enum):
@@ -196,14 +209,9 @@ class Run:
         options: Options of the enqueuer.
         workers: Number of workers to begin with.
         owned: Backends of the enqueuer; the run adds its own.
+        locks: Locks of the enqueuer.
         timeline: Recorder of what happens; None: nothing is recorded.
-        error_count: Number of errors that were skipped before.
-        items_before: Number of batches that the loop was given in earlier runs.
-        state_lock: Lock that one start, stop or change of the workers holds at a time. It is
-            taken before `lock`.
-        lock: Lock that one consumer at a time holds, and all that changes what consumers see. It
-            outlives the run: the next one waits for the code of an iterable that still runs.
-        deferred: Calls that a thread makes once it has released `lock`.
+        saved: Where it begins.
 
     Attributes:
         workers: Number of workers.
@@ -226,31 +234,26 @@ class Run:
         options: Options,
         workers: int,
         owned: OwnedBackends,
+        locks: Locks,
         timeline: Trace | None,
-        error_count: int,
-        items_before: int,
-        state_lock: threading.RLock,
-        lock: threading.RLock,
-        deferred: DeferredCalls,
+        saved: SavedPosition,
     ) -> None:
         self.options = options
-        self.state_lock = state_lock
-        self.lock = lock
-        self.deferred = deferred
+        self.locks = locks
         self.owned = owned
         self.timeline = timeline
         self.workers = workers
         self.restarts = Restarts(options.max_restarts)
         self.state = State.NEW
         self.meter = LoopMeter()
-        self._items_before = items_before
-        self.failures = FailurePolicy(options.on_error, options.max_errors, error_count)
+        self._items_before = saved.total_items
+        skipped = saved.error_count if saved.is_loaded else 0
+        self.failures = FailurePolicy(options.on_error, options.max_errors, skipped)
         self.limits = WaitLimits(options.stall_timeout, options.timeout)
         self.is_news = False
         self.has_warned_of_nothing = False
         self.replay: Mapping[int, Sequence[int]] = {}
         self.final: Stats | None = None
-        self._changed = threading.Condition(self.lock)
         # Nothing reads it before the start, which comes right after this.
         self.backend = cast(Backend, None)
         self._job: Job | None = None
@@ -271,8 +274,8 @@ class Run:
             raise InvalidState(f"cannot go from {self.state.value} to {new.value}")
         self.state = new
 
-    def start(self, job: Job, first: Epoch | None) -> None:
-        """Start the workers; they wait for the first epoch, or run it already.
+    def start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
+        """Return started workers; they wait for the first epoch, or run it already.
 
         Args:
             job: Description of what they run.
@@ -281,15 +284,12 @@ class Run:
         Raises:
             StartError: They could not be started; none is left.
         """
-        self.backend = self._start_backend(job, first)
-
-    def _start_backend(self, job: Job, first: Epoch | None = None) -> Backend:
         self._job = job
         name, timeline = self.options.backend_name, self.timeline
         if timeline is not None:
             job = timeline.open(name, job, self.restarts, self.meter)
         try:
-            backend = load(name, job, self.restarts, self.meter, self.deferred.calls)
+            backend = load(name, job, self.restarts, self.meter, self.locks.calls)
         except BaseException:
             if timeline is not None:
                 timeline.leave()
@@ -341,7 +341,7 @@ class Run:
             StartError: The new workers could not be started; the others go on.
         """
         with interrupts.held():
-            new, old = self._start_backend(job), self.backend
+            new, old = self.start_backend(job), self.backend
             self.successor = new, job.workers, pass_work
             # This wakes the consumer, which then waits for the change.
             old.close()
@@ -357,7 +357,7 @@ class Run:
         if self.successor is None:
             return
         try:
-            with interrupts.taken(self.lock):
+            with interrupts.taken(self.locks.lock):
                 self._take_over()
         except BaseException:
             if self.successor is not None:
@@ -367,9 +367,9 @@ class Run:
 
     def _finish_change_later(self) -> None:
         # Closed is raised if the run is being stopped.
-        with contextlib.suppress(Closed), self.lock:
+        with contextlib.suppress(Closed), self.locks.lock:
             self._take_over()
-        with self.state_lock:
+        with self.locks.state_lock:
             # After stop(), which has stopped them, there may be workers of the next run.
             if self.state is not State.STOPPED:
                 self.end_replaced()
@@ -385,13 +385,13 @@ class Run:
                 self._record_change()
         finally:
             self.successor = None
-            self._changed.notify_all()
+            self.locks.changed.notify_all()
 
     def wait_for_change(self) -> bool:
         """Wait until new workers have taken over; return False if none are about to. Lock held."""
         if self.successor is None:
             return False
-        self._changed.wait_for(lambda: self.successor is None)
+        self.locks.changed.wait_for(lambda: self.successor is None)
         return True
 
     def end_replaced(self) -> None:
@@ -410,48 +410,6 @@ class Run:
         if self.timeline is not None:
             self.timeline.closing()
         self.backend.close()
-
-    def wake(self) -> None:
-        """Wake the consumer, so that it sees a deferred call."""
-        self.backend.wake()
-
-    @contextlib.contextmanager
-    def ending(self, seconds: float) -> Iterator[None]:
-        """Hold the lock while the end of the run is recorded. State lock of the enqueuer held.
-
-        Otherwise a consumer could end the epoch, or a thread save a position, after the batches
-        that are ready were dropped and before the position is known. A consumer that runs code
-        of the user may keep the lock; it takes nothing afterwards.
-
-        Args:
-            seconds: How long to wait for the lock.
-        """
-        # Its backend may have just been replaced.
-        self.close()
-        self.successor = None
-        is_locked = self.lock.acquire(timeout=max(seconds, 0.1))
-        try:
-            if is_locked:
-                self._changed.notify_all()
-            yield
-        finally:
-            if is_locked:
-                self.lock.release()
-
-    def leave_to_parent(
-        self, state_lock: threading.RLock, lock: threading.RLock, deferred: DeferredCalls
-    ) -> None:
-        """Become a run without workers, in a child forked from the process that has them.
-
-        Args:
-            state_lock: New lock of this name.
-            lock: New lock of this name.
-            deferred: New calls that wait for it.
-        """
-        self.state_lock, self.lock, self.deferred = state_lock, lock, deferred
-        self.backend = cast(Backend, self.owned.leave_to_parent(self.backend))
-        self._changed = threading.Condition(self.lock)
-        self.successor = None
 
     # --- what was measured ---
 
@@ -525,26 +483,3 @@ def next_workers(before: Run | None, options: Options) -> int:
     if before is not None and options.is_auto and before.options.workers is options.workers:
         return before.workers
     return options.first_workers
-
-
-def check_started(state: State, what: str) -> None:
-    """Raise InvalidState if an enqueuer was not started, or was stopped.
-
-    Args:
-        state: State of the enqueuer.
-        what: Verb phrase for the message: "iterate over it".
-    """
-    if state is State.NEW:
-        raise InvalidState(
-            f"cannot {what} before start(); call start(), or use `with` around the loop"
-        )
-    if state is State.STOPPED:
-        raise InvalidState(f"cannot {what} after stop(); call start() to begin anew")
-
-
-def usable(lock: threading.RLock) -> threading.RLock:
-    """Return a lock if this thread can have it, else a new one."""
-    if not lock.acquire(blocking=False):
-        return threading.RLock()
-    lock.release()
-    return lock

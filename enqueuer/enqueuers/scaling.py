@@ -7,9 +7,9 @@ other shards, or another `concurrency`, are replaced by new ones, which go on at
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from enqueuer.common.text import percent, size
-from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.run import PassWork, Run, State
 from enqueuer.enqueuers.workload import Workload, most_workers
 from enqueuer.errors import StartError
@@ -27,9 +27,6 @@ class Scaling:
     Args:
         run: The run.
         workload: Workload of the run.
-
-    Attributes:
-        epoch_began: Statistics at the beginning of the epoch.
     """
 
     def __init__(self, run: Run, workload: Workload) -> None:
@@ -44,43 +41,48 @@ class Scaling:
             shards,
             run.limits.first_s,
             run.elements,
-            workload.concurrency,
+            workload.source.concurrency,
             workload.most_at_once,
         )
-        self.epoch_began: Stats | None = None
         self._has_named_limit = False
 
-    def step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool = False) -> None:
+    def step(
+        self,
+        stats: Callable[[], Stats],
+        rerun_s: Callable[[Stats], float | None] | None,
+        pass_work: PassWork,
+    ) -> None:
         """Start or end workers if that is due, and better. Lock of the run held.
 
         Called by a thread that may wait.
 
         Args:
-            reader: The epoch that is read.
+            stats: Returns the statistics now.
+            rerun_s: Returns the seconds of work that new workers would repeat, of the statistics
+                now; None between epochs, when they repeat nothing.
             pass_work: Function that gives new workers the work of the old ones.
-            between_epochs: Whether the epoch is over, so that a change repeats nothing.
         """
         run, autoscaler = self._run, self._autoscaler
-        if clock() < run.meter.began + 1e9 * autoscaler.due_s and not between_epochs:
+        if clock() < run.meter.began + 1e9 * autoscaler.due_s and rerun_s is not None:
             return
         # start(), stop() and reconfigure() take this lock before that of the run, and go first.
-        if not run.state_lock.acquire(blocking=False):
+        lock = run.locks.state_lock
+        if not lock.acquire(blocking=False):
             return
         try:
             # While workers that are slow to exit still run, they could become ever more.
             is_changing = run.successor is not None or run.backend.is_resizing
-            if run.state is State.RUNNING and not is_changing:
-                self._step(reader, pass_work, between_epochs)
+            # Not after `reconfigure`.
+            is_auto = self._workload.options.is_auto
+            if run.state is State.RUNNING and is_auto and not is_changing:
+                now = stats()
+                self._step(now, None if rerun_s is None else rerun_s(now), pass_work)
         finally:
-            run.state_lock.release()
+            lock.release()
 
-    def _step(self, reader: EpochReader, pass_work: PassWork, between_epochs: bool) -> None:
-        stats, rerun_s = reader.stats(), None
-        if not between_epochs:
-            began = self.epoch_began
-            rerun_s = reader.work.rerun_s(stats if began is None else stats.since(began))
+    def _step(self, stats: Stats, rerun_s: float | None, pass_work: PassWork) -> None:
         run, autoscaler, before = self._run, self._autoscaler, self._run.workers
-        workers, each = autoscaler.next(stats, rerun_s), self._workload.concurrency
+        workers, each = autoscaler.next(stats, rerun_s), self._workload.source.concurrency
         self._name_limit()
         if workers > before:
             workers = self._fitting(workers, before, stats)
@@ -105,21 +107,23 @@ class Scaling:
 
     def _change(self, workers: int, concurrency: int, pass_work: PassWork) -> None:
         """Go on with other workers. Locks held."""
-        run, workload = self._run, self._workload
+        run, source = self._run, self._workload.source
         # Those that were replaced for more elements at once may have ended by now.
         run.end_replaced()
-        each = workload.concurrency
+        each = source.concurrency
         if concurrency == each and run.backend.tasks is not None:
             run.resize(workers)
             return
-        workload.concurrency = concurrency
+        if concurrency != each:
+            source.concurrency = concurrency
         try:
-            job = workload.job_with(workers)
+            job = self._workload.job_with(workers)
             if job is not None:
                 run.replace(job, pass_work)
         except BaseException:
             # Then it is tried again, unless they could not be started.
-            workload.concurrency = each
+            if concurrency != each:
+                source.concurrency = each
             raise
         # With another one, they may be in the middle of a batch that waits; new ones work already.
         if concurrency == each:
@@ -144,7 +148,7 @@ class Scaling:
         most = max(before, room if backend.tasks is None else before + room)
         if most >= workers:
             return workers
-        self._autoscaler.refused(most, self._workload.concurrency)
+        self._autoscaler.refused(most, self._workload.source.concurrency)
         _log.warning(
             "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
             most,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from enqueuer.backends.shard_schedule import (
     ShardOrder,
     ShardSchedule,
 )
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
@@ -47,20 +46,16 @@ class ShardEpoch(EpochWork):
         if starts is None:
             starts = dict.fromkeys(workload.own_shards(), Start())
         self.starts = starts if workload.resumed else None
-        self._starts, self._log = starts, epoch.log
-
-    @functools.cached_property
-    def order(self) -> ShardOrder:  # type: ignore[override]  # it is made once
-        # Made when the loop comes to this epoch; `pass_work` asks whether it was.
-        run = self._run
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
         ordered, replay = run.options.ordered, run.replay.get(self._number, ())
+        self.order: ShardOrder
         if not isinstance(ordered, bool):
-            return Overtaking(self._starts, recent, ordered, self._log, replay)
-        if ordered:
-            return RoundRobin(self._starts, recent)
-        return AsTheyCome(self._starts, recent)
+            self.order = Overtaking(starts, recent, ordered, epoch.log, replay)
+        elif ordered:
+            self.order = RoundRobin(starts, recent)
+        else:
+            self.order = AsTheyCome(starts, recent)
 
     @property
     def may_be_followed(self) -> bool:
@@ -73,9 +68,7 @@ class ShardEpoch(EpochWork):
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
-        epoch = Epoch(self._number, self.starts)
-        if "order" in vars(self):
-            epoch = Epoch(self._number, self.order.rest(), turns=self.order.first_turns())
+        epoch = Epoch(self._number, self.order.rest(), turns=self.order.first_turns())
         _shards_of(new).tell(epoch)
 
     def keep(self, failure: Failure) -> None:
@@ -146,6 +139,9 @@ class ShardWorkload(Workload):
         self._shards = shards
         self._shards_are_given = shards is not None
         self._is_compared = False
+        # Whether each shard may give other data.
+        self.takes_shard = isinstance(source, FunctionSource) and source.takes_shard
+        self.needs_common_seed = self.takes_shard
         self.resumed: tuple[int, ...] = ()
         self._check_live()
         # Fails at once if there are too few of them.
@@ -163,11 +159,6 @@ class ShardWorkload(Workload):
             raise ValueError(
                 f"a running iterator cannot be split {split}; pass the generator function itself"
             )
-
-    @property
-    def takes_shard(self) -> bool:
-        """Whether each shard may give other data."""
-        return isinstance(self.source, FunctionSource) and self.source.takes_shard
 
     @property
     def all_shards(self) -> int:
@@ -200,8 +191,6 @@ class ShardWorkload(Workload):
     @property
     def shard_count(self) -> int:
         return len(self.own_shards())
-
-    needs_common_seed = takes_shard
 
     # --- what runs ---
 
@@ -320,10 +309,9 @@ class ShardWorkload(Workload):
 
 
 def _warn_of_duplicates(workers: int) -> None:
-    warnings.warn(
+    warn(
         f"each of the {workers} processes goes on with its own copy of the same iterator, so "
         f"every batch comes {workers} times; pass the generator function itself "
         "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
         DuplicateDataWarning,
-        stacklevel=level_of_user(),
     )

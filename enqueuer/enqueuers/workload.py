@@ -15,9 +15,8 @@ from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import Order
 from enqueuer.common import checks
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
 from enqueuer.enqueuers.failures import Origin
-from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
 from enqueuer.enqueuers.position import orders_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
@@ -146,15 +145,16 @@ class Workload(Protocol):
         options: Options of the enqueuer.
         seed: Seed of the enqueuer.
         start_method: How processes are started; "" for threads and Ray.
-        concurrency: Number of elements that each worker runs at once; 1 for shards.
-        most_at_once: The largest number of these that `workers="auto"` may choose.
+        needs_common_seed: Whether the share of each rank may depend on the seed.
+        most_at_once: Largest number of elements that each worker may run at once with
+            `workers="auto"`; 1 for shards.
     """
 
     source: Any
     options: Options
     seed: Seed
     start_method: str
-    concurrency: int = 1
+    needs_common_seed: bool
     most_at_once: int = 1
 
     @property
@@ -165,10 +165,6 @@ class Workload(Protocol):
     def steps(self) -> int | None:
         """Return the number of batches of an epoch; None if that is not known."""
         return None
-
-    @property
-    def needs_common_seed(self) -> bool:
-        """Whether the share of each rank may depend on the seed."""
 
     def check_seed(self) -> None:
         """Raise ValueError if ranks may have different seeds, and their shares depend on these."""

@@ -15,14 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common.text import an
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import (
-    FunctionSource,
-    as_source,
-    close,
-    fingerprint_of,
-    is_stateful,
-    iterate,
-)
+from enqueuer.workers.sources import FunctionSource, as_source, close, fingerprint_of, iterate
 
 
 class Turns:
@@ -223,24 +216,21 @@ class _Part:
         self._shard = shard
         # How often it was called before.
         self._round = 0
-        self._is_empty = True
-        self._items: Any = ()
-        self._iterator: Iterator[Any] | None = None
         self._open()
 
-    def _open(self) -> None:
+    def _open(self, state: Any = None) -> None:
         """Call the generator function, which does not begin to run."""
         items = self._source.open(part_for(self._shard, self.name, self._round))
-        self._items = items if is_stateful(items) else iter(items)
+        self._iterator, self._stateful = iterate(items, state)
+        # It had an item, or it would not have a state.
+        self._is_empty = state is None
 
     @property
     def is_stateful(self) -> bool:
-        return is_stateful(self._items)
+        return self._stateful is not None
 
     def next(self) -> Any:
         """Return the next item, or `_END`."""
-        if self._iterator is None:
-            self._iterator = iter(self._items)
         item = next(self._iterator, _END)
         if item is not _END:
             self._is_empty = False
@@ -255,7 +245,6 @@ class _Part:
                 "at_end='continue'"
             )
         self._round += 1
-        self._is_empty, self._iterator = True, None
         self._open()
 
     def close(self) -> None:
@@ -263,15 +252,12 @@ class _Part:
         close(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._items.state_dict()
+        state = self._stateful.state_dict()
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round, self.has_ended = state["round"], state["has_ended"]
-        self._open()
-        # It had an item, or it would not have a state.
-        self._iterator, _ = iterate(self._items, state["state"])
-        self._is_empty = False
+        self._open(state["state"])
 
 
 class _Mixed:

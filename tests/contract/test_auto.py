@@ -647,12 +647,12 @@ def test_what_cannot_be_split_stays_at_one_and_says_so_if_the_loop_waits(caplog,
 def test_a_number_at_the_start_or_later_takes_its_place(options):
     enqueuer = GeneratorEnqueuer(twelve, workers="auto", **options)
     enqueuer.start(workers=2)
-    assert (len(enqueuer.stats().workers), core_of(enqueuer).epochs.scaling) == (2, None)
+    assert (len(enqueuer.stats().workers), core_of(enqueuer).options.is_auto) == (2, False)
     enqueuer.stop()
     enqueuer.start(workers="auto")
     assert len(enqueuer.stats().workers) == 1
     enqueuer.reconfigure(workers=3)
-    assert (len(enqueuer.stats().workers), core_of(enqueuer).epochs.scaling) == (3, None)
+    assert (len(enqueuer.stats().workers), core_of(enqueuer).options.is_auto) == (3, False)
     assert sorted(enqueuer) == list(range(12))
     enqueuer.stop()
 

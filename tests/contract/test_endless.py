@@ -14,7 +14,7 @@ from helpers import LIMIT, Counting, Reversed, backend_of, kill_self, packed, wa
 
 from enqueuer import OrderedEnqueuer, WorkerDied, replay
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.enqueuers.task_epoch import ElementReader, TaskEpoch
+from enqueuer.enqueuers.tasks import ElementReader, TaskEpoch
 
 
 def told(folder, element, task):

@@ -88,8 +88,8 @@ def test_stop_ends_a_consumer_that_waits(backend):
         consumer.start()
         wait_until(
             lambda: (
-                not core_of(enqueuer).run.lock.acquire(blocking=False)
-                or core_of(enqueuer).run.lock.release()
+                not core_of(enqueuer).locks.lock.acquire(blocking=False)
+                or core_of(enqueuer).locks.lock.release()
             )
         )
         enqueuer.stop(timeout=0.1) if backend_of(backend) == "process" else _stop_quietly(enqueuer)

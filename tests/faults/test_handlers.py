@@ -41,7 +41,7 @@ from struck import (
 from enqueuer import Closed, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 from enqueuer.backends.process.pool import ProcessPool
 from enqueuer.backends.shard_schedule import Overtaking
-from enqueuer.enqueuers import task_epoch
+from enqueuer.enqueuers import tasks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 from enqueuer.workers.messages import Start
@@ -315,7 +315,7 @@ def test_a_handler_cannot_start_what_starts(method):
 
 
 def test_two_exceptions_while_elements_are_read_are_no_error_of_theirs(monkeypatch):
-    order_of, calls = task_epoch.order_of, itertools.count()
+    order_of, calls = tasks.order_of, itertools.count()
 
     def interrupted(*args):
         if next(calls) < 2:
@@ -325,7 +325,7 @@ def test_two_exceptions_while_elements_are_read_are_no_error_of_theirs(monkeypat
     def handle(number, frame):
         raise TimeoutError("of the handler")
 
-    monkeypatch.setattr(task_epoch, "order_of", interrupted)
+    monkeypatch.setattr(tasks, "order_of", interrupted)
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         enqueuer = OrderedEnqueuer(range(5), abs, workers=1)

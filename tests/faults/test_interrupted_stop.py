@@ -152,7 +152,7 @@ def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
     with pytest.raises(Interrupt):
         kill.start()
         enqueuer.start()
-    assert not core_of(enqueuer).lock.acquire(blocking=False), "the iterable was waited for"
+    assert not core_of(enqueuer).locks.lock.acquire(blocking=False), "the iterable was waited for"
     assert "STOPPED" in repr(enqueuer)
     assert not core_of(enqueuer).owned.are_running
 

@@ -137,8 +137,8 @@ def test_stop_from_another_thread_ends_a_consumer_that_waits(process):
         consumer.start()
         wait_until(
             lambda: (
-                not core_of(enqueuer).run.lock.acquire(blocking=False)
-                or core_of(enqueuer).run.lock.release()
+                not core_of(enqueuer).locks.lock.acquire(blocking=False)
+                or core_of(enqueuer).locks.lock.release()
             )
         )
         before = time.monotonic()

@@ -72,7 +72,7 @@ THIRD_PARTIES = {
     "threadpoolctl": {"tools.demo", "workers.native"},
     "tqdm": {"tools.demo"},
     "torch": {"adapters.torch.loader"},  # for type checkers only
-    "typing_extensions": {"enqueuers.options"},
+    "typing_extensions": {"enqueuers.enqueuer", "enqueuers.options"},
 }
 
 

@@ -45,6 +45,10 @@ def maybe(number: int) -> str | None:
     return str(number) if number else None
 
 
+async def fetched(url: str) -> bytes | None:
+    return url.encode() or None
+
+
 def total(numbers: list[int]) -> bytes:
     return bytes(numbers)
 
@@ -60,6 +64,7 @@ assert_type(GeneratorEnqueuer([1, 2].__iter__, batch_size=2, collate=total).queu
 assert_type(GeneratorEnqueuer(batches, batch_size=2), GeneratorEnqueuer[Any])
 assert_type(next(prefetch(pairs, workers=0)), tuple[Array, Array])
 assert_type(next(prefetch(pairs, batch_size=3)), Any)
+assert_type(next(prefetch([1, 2].__iter__, batch_size=2, collate=total)), bytes)
 for batch in GeneratorEnqueuer(batches):
     assert_type(batch["x"], Array)
 
@@ -71,12 +76,14 @@ assert_type(OrderedEnqueuer(np.zeros(3)), OrderedEnqueuer[Any])
 assert_type(OrderedEnqueuer(["a"], length), OrderedEnqueuer[int])
 assert_type(OrderedEnqueuer(range(5), noisy, workers=2), OrderedEnqueuer[float])
 assert_type(OrderedEnqueuer(range(5), maybe), OrderedEnqueuer[str])
+assert_type(OrderedEnqueuer(["a"], fetched), OrderedEnqueuer[bytes])
 assert_type(OrderedEnqueuer(iter(["a"]), str.upper).get(), Iterator[str])
 assert_type(OrderedEnqueuer(range(5), batch_size=2, collate=total), OrderedEnqueuer[bytes])
 assert_type(OrderedEnqueuer(range(5), batch_size=2, collate=seeded), OrderedEnqueuer[complex])
 assert_type(OrderedEnqueuer(range(5), batch_size=2), OrderedEnqueuer[Any])
 assert_type(imap(length, ["a"], workers=2), Iterator[int])
 assert_type(imap(noisy, range(5)), Iterator[float])
+assert_type(imap(fetched, ["a"], shuffle=True), Iterator[bytes])
 assert_type(imap(maybe, range(5), backend="process"), Iterator[str])
 assert_type(imap(length, ["a"], batch_size=2, collate=total), Iterator[bytes])
 assert_type(imap(length, ["a"], batch_size=2), Iterator[Any])

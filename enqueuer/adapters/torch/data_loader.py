@@ -20,8 +20,7 @@ from enqueuer.adapters.torch.position import Position
 from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.enqueuers.configs import Auto, Processes, Ray
-from enqueuer.enqueuers.options import Backends, Options, checked_order
+from enqueuer.enqueuers.options import Auto, Backends, Options, Processes, Ray, checked_order
 from enqueuer.enqueuers.workload import MOST_WORKERS
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage

@@ -21,7 +21,6 @@ import select
 import signal
 import socket
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import ClassVar
@@ -33,7 +32,7 @@ from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
 from enqueuer.backends.process.stack_dump import ASK_S
 from enqueuer.backends.process.starter import Starter
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import close_in_children
@@ -279,11 +278,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         # SIGKILL ends a process at once, unless it waits for a disk that does not respond.
         self._reap_until(end + ESCALATION_S)
         for worker in self._left():
-            warnings.warn(
-                f"{worker} could not be killed; it may hang in a system call",
-                StopWarning,
-                stacklevel=level_of_user(),
-            )
+            warn(f"{worker} could not be killed; it may hang in a system call", StopWarning)
         self.workers[:] = self._left()
         if not self.workers:
             _running.discard(self)

@@ -18,7 +18,6 @@ import logging
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +38,7 @@ from enqueuer.backends.ray.channel import (
 )
 from enqueuer.backends.ray.handle import Actor, ActorDispatch, Receiver, unpack
 from enqueuer.backends.ray.session import Gone, Session, unwrapped
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.common import finalizers, interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
@@ -103,11 +102,10 @@ class RayPool(WorkerPool[Actor]):
     def _warn_of_missing(self) -> None:
         missing = self._session.missing()
         if missing:
-            warnings.warn(
+            warn(
                 f"actor_options ask for {missing}, which no node of the Ray cluster has; no worker "
                 "starts until such a node joins. Ask for less, or check `ray status`",
                 EnqueuerWarning,
-                stacklevel=level_of_user(),
             )
 
     @functools.cached_property
@@ -331,11 +329,7 @@ class RayPool(WorkerPool[Actor]):
         self._reap_until(end + ESCALATION_S)
         for actor in self.workers:
             if actor.is_receiving:
-                warnings.warn(
-                    f"{actor} could not be ended: Ray does not answer",
-                    StopWarning,
-                    stacklevel=level_of_user(),
-                )
+                warn(f"{actor} could not be ended: Ray does not answer", StopWarning)
         deliver_all(self._records)
         self.workers.clear()
         self._payload = None

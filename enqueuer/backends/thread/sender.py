@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import warnings
 from collections import deque
 from collections.abc import Iterable
 from itertools import chain, starmap
@@ -19,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.stall import level_of_user
+from enqueuer.backends.stall import warn
 from enqueuer.backends.thread.inbox import ThreadInbox
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
@@ -308,11 +307,10 @@ class ThreadSender:
 
 
 def _warn_of_reuse(sender: ThreadSender, item: ItemTuple) -> None:
-    warnings.warn(
+    warn(
         f"{sender}: item {item[1]} of shard {item[0]} was changed after it was "
         "yielded, while it waited for the loop. The generator seems to reuse one buffer, but "
         "threads pass on the object itself: yield a copy (batch.copy()), or use "
         "backend='process', which copies",
         OverwrittenDataWarning,
-        stacklevel=level_of_user(),
     )

@@ -1,40 +1,46 @@
-"""One epoch of tasks: read elements, and submit their tasks to the workers, within the bound.
+"""The workload of OrderedEnqueuer: one task for each element, or for each batch of elements.
 
-sequence or iterable --ElementReader.next()--> a ticket --advance()--> the next one
+An epoch reads elements, and submits their tasks to the workers, within the bound:
+
+    sequence or iterable --ElementReader.next()--> a ticket --advance()--> the next one
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
 from enqueuer.common.catching import raised_here
-from enqueuer.enqueuers.failures import Origin
+from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
+from enqueuer.enqueuers.options import Auto, Concurrency, Options
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Workload
-from enqueuer.errors import ItemNotPicklable, StateMismatch, WorkerDied
+from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
+from enqueuer.errors import InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
+from enqueuer.workers.collate import stack
+from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
-from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, steps_in
+from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 
 class ElementReader:
     """Read one epoch of a source into tickets, each when it is asked for.
 
     No element is lost if an exception ends a call, unless it strikes inside the iterable's own
-    code: `next` gives the same ticket again until `advance`, and elements are kept in C.
+    code: `next` reads nothing more until `advance`, and elements are kept in C.
 
     Args:
         source: Source of the elements.
         reading: Rules by which the elements are divided among ranks.
         epoch: Number of the epoch, from 0.
-        start: First task to be read, and perhaps the state of the iterator before it.
+        start: First task to be read of an iterable, and perhaps the iterator's state before it.
         first: Number of the epoch's first task among those of all epochs.
         length: Length that the sequence must have in this epoch; None: any.
         share: Which elements were divided among the ranks.
@@ -53,8 +59,7 @@ class ElementReader:
         self._reading = reading
         self._share = share
         self._epoch = epoch
-        self._number = first + start.number
-        self._at = start.number
+        self._first = first
         # Elements of the next batch of an iterable, of all ranks.
         self._read: deque[tuple[int, Any] | None] = deque()
         self._stateful: Any = None
@@ -101,59 +106,48 @@ class ElementReader:
         """Whether an exception came out of the iterable's own code."""
         return self._runs and len(self._read) < self._size * self._reading.world_size
 
-    def next(self, most: int) -> list[Ticket]:
-        """Return the next tickets, until `advance` the same ones; none at the end of the epoch.
+    def next(self, number: int, most: int) -> list[Ticket]:
+        """Return the next tickets; none at the end of the epoch.
 
         Args:
+            number: Number of the first one among the tasks of all epochs.
             most: How many tickets of a sequence; of an iterable it is at most one.
         """
         if not self._is_sequence:
-            return self._next_read()
-        size, steps = self._size, range(self._at, min(self._at + most, self._end))
+            return self._next_read(number)
+        at, size = number - self._first, self._size
+        steps = range(at, min(at + most, self._end))
         parts: Iterable[tuple[int, ...]]
         if size == 1:
             parts = zip(_integers(self._indices[steps.start : steps.stop]), strict=False)
         else:
             slices = [self._indices[step * size : (step + 1) * size] for step in steps]
             parts = [tuple(_integers(own)) for own in slices]
-        numbers = range(self._number, self._number + len(steps))
+        numbers = range(number, number + len(steps))
         rows = zip(numbers, itertools.repeat(self._epoch), parts, itertools.repeat(None))
         # In a fifth of the time that calls of Ticket take.
         return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
 
-    def _next_read(self) -> list[Ticket]:
-        self._read_batch()
-        own = self._own()
-        if not own or (self._reading.drop_last and len(own) < self._size):
-            return []
-        indices = tuple([index + self._behind for index, _ in own])
-        elements = tuple([element for _, element in own])
-        return [Ticket(self._number, self._epoch, indices, elements)]
-
-    def advance(self, tickets: list[Ticket]) -> None:
-        """Go on behind some tickets, the next ones; repeating it does nothing."""
-        count, fresh = len(tickets), deque[Any]()
-        if tickets[0].number == self._number:
-            # In one step.
-            self._at += count
-            self._read = fresh
-            self._number += count
-
-    def _read_batch(self) -> None:
-        """Read the elements of the next batch, those of other ranks too."""
-        missing = self._size * self._reading.world_size - len(self._read)
-        more = itertools.islice(self._numbered, missing)
+    def _next_read(self, number: int) -> list[Ticket]:
+        """Read the next batch, with the elements of other ranks; return a ticket for our own."""
+        reading, size = self._reading, self._size
+        more = itertools.islice(self._numbered, size * reading.world_size - len(self._read))
         self._runs = True
         self._read.extend(more)
         self._runs = False
-
-    def _own(self) -> list[tuple[int, Any]]:
-        """Return this rank's elements of the next batch: one of each `world_size`."""
-        reading = self._reading
         there = [pair for pair in self._read if pair is not None]
         if reading.drop_last:
             there = there[: len(there) - len(there) % reading.world_size]
-        return there[reading.rank :: reading.world_size]
+        own = there[reading.rank :: reading.world_size]
+        if not own or (reading.drop_last and len(own) < size):
+            return []
+        indices = tuple([index + self._behind for index, _ in own])
+        elements = tuple([element for _, element in own])
+        return [Ticket(number, self._epoch, indices, elements)]
+
+    def advance(self) -> None:
+        """Go on behind the ticket of an iterable that `next` has returned."""
+        self._read = deque()
 
     def state(self) -> Any:
         """Return the current state of the iterator; None if it has no `state_dict`."""
@@ -185,7 +179,6 @@ class TaskEpoch(EpochWork):
 
     Args:
         workload: Workload of the enqueuer.
-        reading: Which elements are read, and in which order.
         run: The run that the epoch belongs to.
         epoch: Epoch to be run, or the rest of one.
         before: The epoch before, up to whose end an iterable was just read, so that it need load
@@ -202,14 +195,13 @@ class TaskEpoch(EpochWork):
 
     def __init__(
         self,
-        workload: Workload,
-        reading: Reading,
+        workload: TaskWorkload,
         run: Run,
         epoch: Epoch,
         before: TaskEpoch | None,
         length: int | None,
     ) -> None:
-        self._workload, self._reading, self._run = workload, reading, run
+        self._workload, self._run = workload, run
         self._source: TaskSource = workload.source
         self.feed_runs_code = not self._source.is_sequence
         self._epoch = epoch.number
@@ -269,15 +261,14 @@ class TaskEpoch(EpochWork):
                     return
             tickets, state = self._pending
             self.number = tickets[-1].number + 1
-            if not source.is_sequence:
+            if self._reader is not None and not source.is_sequence:
                 self._submit_read(tasks, tickets[0], state)
+                self._reader.advance()
             elif order.taken or tickets[0].number < order.next:
                 # Some were done before, or were submitted by a call that did not complete.
                 tasks.submit([t for t in tickets if not order.was_taken(t.number)])
             else:
                 tasks.submit(tickets)
-            if self._reader is not None:
-                self._reader.advance(tickets)
             self._pending = None
 
     def _submit_read(self, tasks: TaskSchedule[Any], ticket: Ticket, state: Any) -> None:
@@ -311,9 +302,6 @@ class TaskEpoch(EpochWork):
         if self._reader is not None and self._reader.has_failed:
             self._fail(Failure(-1, self.number, error))
             return isinstance(error, Exception)
-        if self._source.is_sequence:
-            # A new reader continues from here.
-            self._reader = None
         # Ctrl-C, for example.
         if not isinstance(error, Exception):
             return False
@@ -329,15 +317,12 @@ class TaskEpoch(EpochWork):
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
-            start = self._start
-            if source.is_sequence:
-                start = Start(self.number - order.first)
-            share = self.share or (0,)
+            first, length, share = order.first, self._length, self.share or (0,)
             self._reader = ElementReader(
-                source, self._reading, self._epoch, start, order.first, self._length, share
+                source, self._workload.reading, self._epoch, self._start, first, length, share
             )
         if source.is_sequence:
-            tickets, state = self._reader.next(most), None
+            tickets, state = self._reader.next(self.number, most), None
         else:
             tickets, state = self._timed(self._reader), self._reader.state()
         if not tickets:
@@ -357,7 +342,7 @@ class TaskEpoch(EpochWork):
         meter = self._run.meter
         meter.pause(None)
         try:
-            return reader.next(1)
+            return reader.next(self.number, 1)
         finally:
             meter.resume(has_read=True)
 
@@ -444,3 +429,176 @@ def _tasks_of(backend: Backend) -> TaskSchedule[Any]:
     tasks = backend.tasks
     assert tasks is not None, "it was loaded for tasks"
     return tasks
+
+
+class TaskWorkload(Workload):
+    """See `Workload`.
+
+    Args:
+        source: Source that the user gave.
+        options: Options of the enqueuer.
+        seed: Seed of the enqueuer.
+        shuffle: Whether each epoch has an order of its own.
+        concurrency: Number of elements at once in each worker that the user gave; `"auto"`: the
+            autoscaler chooses. None: it does if that changes nothing but the speed.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        options: Options,
+        seed: Seed,
+        shuffle: bool,
+        concurrency: Concurrency = None,
+    ) -> None:
+        self.source = source
+        self.options = options
+        self.seed = seed
+        self.start_method = options.start_method(source)
+        source.random_seed = seed.value
+        self.reading = Reading(shuffle, options.drop_last, options.rank, options.world_size)
+        self.needs_common_seed = shuffle
+        self._concurrency = concurrency
+        # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
+        self._saved_length: int | None = None
+        # The epoch that was resumed from other ranks, and what this rank has of it.
+        self._resumed: tuple[int, Share] | None = None
+
+    def steps(self) -> int | None:
+        """Return the number of batches of an epoch; None if only the source knows its end."""
+        if not self.source.is_finite:
+            return None
+        count = len(places_of(self.source, self.reading))
+        return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
+
+    @property
+    def most_at_once(self) -> int:  # type: ignore[override]  # no caller sets it
+        workers = self.options.workers
+        if not isinstance(workers, Auto) or isinstance(self._concurrency, int):
+            return self.source.concurrency
+        if self._concurrency == "auto":
+            return MOST_THREADS
+        # Coroutines run at once anyway. Threads seed no global generators for an element; without
+        # batches, each element at once may as well be a worker.
+        source, is_thread = self.source, self.options.backend_name == "thread"
+        is_free = source.is_async or (is_thread and source.batch_size is not None)
+        return (workers.most or MOST_THREADS) if is_free else 1
+
+    # --- what runs ---
+
+    def keep_shards(self) -> None:
+        """Do nothing: tasks have no shards."""
+
+    def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> TaskEpoch:
+        assert before is None or isinstance(before, TaskEpoch)
+        length = self._saved_length if before is None and epoch.starts is not None else None
+        if epoch.share is not None:
+            self._resumed = epoch.number, epoch.share
+        elif self._resumed is not None and self._resumed[0] == epoch.number:
+            self._resumed = None
+        return TaskEpoch(self, run, epoch, before, length)
+
+    def rewind(self) -> None:
+        self.source.rewind()
+
+    # --- position ---
+
+    def identity(self) -> dict[str, Any]:
+        reading, options, source = self.reading, self.options, self.source
+        return {
+            "kind": "OrderedEnqueuer",
+            "random_seed": self.seed.value,
+            "length": source.length if source.is_finite else None,
+            "shuffle": reading.shuffle,
+            "batch_size": source.batch_size,
+            "drop_last": options.drop_last,
+            "rank": options.rank,
+            "world_size": options.world_size,
+            "ordered": options.ordered,
+        }
+
+    def given(self) -> dict[str, bool]:
+        # The methods of a sequence for epochs may change its length, so that is checked later.
+        return {"random_seed": self.seed.is_given, "length": not self.source.follows_epochs}
+
+    def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
+        source = self.source
+        if isinstance(source.items, Iterator) and was_run:
+            raise InvalidState(
+                "an iterator that was read cannot be rewound; make a new enqueuer with a fresh one"
+            )
+        if state.get("parts", 1) != 1:
+            raise StateMismatch("the state is of one of several workers of a DataLoader")
+        if epoch.starts is not None and list(epoch.starts) != [0]:
+            raise StateMismatch("this is not the position of an OrderedEnqueuer")
+        self._saved_length = None
+        if epoch.starts is not None and source.follows_epochs:
+            self._saved_length = state["length"]
+        steps = self.steps()
+        if epoch.starts is not None and steps is not None and not source.follows_epochs:
+            last = max((epoch.starts[0].number - 1, *epoch.done))
+            if last >= steps:
+                raise StateMismatch(f"the state has task {last}, but an epoch has {steps} tasks")
+        if source.follows_epochs and source.ended > epoch.number:
+            raise InvalidState(
+                f"on_epoch_end of the sequence was called for {source.ended} epochs, and it "
+                f"cannot go back to epoch {epoch.number}; make a new enqueuer with a new sequence"
+            )
+        self._check_share(epoch)
+        self._resumed = None if epoch.share is None else (epoch.number, epoch.share)
+        self.seed.value = source.random_seed = state["random_seed"]
+
+    def _check_share(self, epoch: Epoch) -> None:
+        share = epoch.share
+        if share is None:
+            return
+        source, is_ascending = self.source, list(share) == sorted({*share})
+        # The first one may be that behind the last element.
+        is_short = not source.is_finite or source.follows_epochs or share[-1:] <= (source.length,)
+        if not (share and is_ascending and is_short):
+            raise StateMismatch(f"the state has the share {[*share]}, which is none of these tasks")
+
+    def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
+        if origin.element is None:
+            raise ValueError("the error came from a shard of a GeneratorEnqueuer, not from a task")
+        if origin.element < 0:
+            return functools.partial(refuse, "the error came from reading the elements")
+        ticket = ticket or self._new_ticket(origin)
+        if ticket is None:
+            return functools.partial(
+                refuse,
+                "the element came from an iterable, and is gone: replay(error) takes it along "
+                "only in the process of the loop",
+            )
+        # Workers with several threads do not seed the global generators.
+        seed = self.options.has_globals and not self.source.has_threads
+        skip = self.options.on_error != "raise"
+        return functools.partial(
+            rerun_task, self.source, origin.random_seed, ticket, origin.element, seed, skip
+        )
+
+    def _new_ticket(self, origin: Origin) -> Ticket | None:
+        """Return a ticket of a task of a sequence; None for an iterable."""
+        if not self.source.is_sequence:
+            return None
+        size = self.source.batch_size or 1
+        places = slice(origin.item * size, (origin.item + 1) * size)
+        epoch, share = self._resumed or (origin.epoch, (0,))
+        share = share if epoch == origin.epoch else (0,)
+        indices = order_of(self.source, self.reading, origin.epoch, share)[places]
+        if origin.element not in indices:
+            raise ValueError(
+                f"task {origin.item} of epoch {origin.epoch} has no element {origin.element} here: "
+                "give the same arguments, and load the state with which the run that failed began"
+            )
+        return Ticket(origin.item, origin.epoch, tuple(int(index) for index in indices))
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        source = self.source
+        options = self.options.given() | {
+            "batch_size": source.batch_size,
+            "collate": None if source.collate is stack else source.collate,
+            "concurrency": self._concurrency,
+            "random_seed": self.seed.value,
+        }
+        return (source.items, source.map, self.reading.shuffle), options
