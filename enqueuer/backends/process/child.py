@@ -110,14 +110,33 @@ class ProcessStart(NamedTuple):
     shared: int
 
 
+class Ends(NamedTuple):
+    """A worker's ends of what connects it with its parent.
+
+    Attributes:
+        sock: Its end of the channel.
+        lifeline: Reading end of a pipe whose other end only the parent has.
+        ring: Ring of the channel.
+        stack: Pipe for its stack; None: it is never asked.
+        tasks: Socket from which it takes tickets; None for shards.
+    """
+
+    sock: socket.socket
+    lifeline: Descriptor
+    ring: Ring
+    stack: Descriptor | None
+    tasks: socket.socket | None
+
+
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
-    packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
+    sock, lifeline = socket.socket(fileno=sock_fd), Descriptor(lifeline_fd)
+    packets = _begin(sock, lifeline)
     data, (payload_fd, ring_fd, *others) = _next_packet(packets)
     start: ProcessStart = pickle.loads(data)
     stack = Descriptor(others.pop(0)) if start.is_asked else None
-    task_socket = socket.socket(fileno=others[0]) if others else None
-    ring = Ring.of(ring_fd)
+    tasks = socket.socket(fileno=others[0]) if others else None
+    ends = Ends(sock, lifeline, Ring.of(ring_fd), stack, tasks)
     os.close(ring_fd)
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
@@ -144,29 +163,23 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
-    _work(ItemSender(packets, ring, start.credit, task_socket), config, start, load, stack)
+    _work(packets, ends, config, start, load)
     _leave()
 
 
 def main_forked(
-    sock: socket.socket,
-    lifeline: Descriptor,
-    ring: Ring,
+    ends: Ends,
     config: ProcessConfig,
-    loaded: native.Loaded | None,
     start: ProcessStart,
+    loaded: native.Loaded,
     source: Source | TaskSource,
     on_error: OnError,
-    task_socket: socket.socket | None,
-    stack: Descriptor | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
-    packets = _begin(sock, lifeline)
+    packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
-    if loaded is not None:
-        loaded.limit()
-    channel = ItemSender(packets, ring, start.credit, task_socket)
-    _work(channel, config, start, lambda: (source, on_error), stack)
+    loaded.limit()
+    _work(packets, ends, config, start, lambda: (source, on_error))
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -257,7 +270,19 @@ def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
     return packets.received.popleft()
 
 
-def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) -> None:
+def _work(
+    packets: Packets,
+    ends: Ends,
+    config: ProcessConfig,
+    start: ProcessStart,
+    load: Callable[[], tuple[Source | TaskSource, OnError]],
+) -> None:
+    pid = os.getpid()
+    channel = ItemSender(packets, ends.ring, start.credit, ends.tasks)
+    sender: ItemSender | SharedSender = channel
+    stack_dump.answer(ends.stack)
+    if ends.tasks is not None:
+        close_in_children(ends.tasks)
     # Log records contain this name.
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     if config.keep_freed_memory:
@@ -265,21 +290,6 @@ def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) ->
     arrays.set_maker(channel.blocks.pool.make)
     if config.worker.levels is not None:
         logs.forward(channel.send_record, config.worker.levels)
-
-
-def _work(
-    channel: ItemSender,
-    config: ProcessConfig,
-    start: ProcessStart,
-    load: Callable[[], tuple[Source | TaskSource, OnError]],
-    stack: Descriptor | None,
-) -> None:
-    pid = os.getpid()
-    stack_dump.answer(stack)
-    if channel.task_socket is not None:
-        close_in_children(channel.task_socket)
-    _prepare(channel, config, start)
-    sender: ItemSender | SharedSender = channel
     try:
         source, on_error = load()
     except BaseException as error:

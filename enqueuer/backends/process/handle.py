@@ -19,23 +19,15 @@ import multiprocessing.popen_fork
 import os
 import select
 import signal
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from enqueuer.backends.pool import Death, WorkerState
-from enqueuer.backends.process import fork_server
-from enqueuer.backends.process.fork_server import (
-    Served,
-    fresh_interpreter,
-    program,
-    readable,
-    silent_children,
-)
+from enqueuer.backends.process.fork_server import Served, readable, silent_children
 from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
@@ -45,31 +37,6 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.workers.messages import Epoch
-
-
-def launch(
-    method: str,
-    sock: socket.socket,
-    lifeline: Descriptor,
-    forked: Callable[[], None],
-    environment: Mapping[str, str],
-) -> Launched:
-    """Start a process that has `sock` and `lifeline`.
-
-    Args:
-        method: "fork", "forkserver" or "spawn".
-        sock: The worker's end of its channel.
-        lifeline: Reading end of a pipe whose other end only this process has.
-        forked: Function that a forked child calls; the others call `child.main`.
-        environment: Variables that a fresh interpreter must have before it imports anything.
-    """
-    if method == "fork":
-        return _Forked(forked)
-    if method == "spawn":
-        fds = sock.fileno(), lifeline.fileno()
-        return _Spawned(fresh_interpreter(program("main", *fds), fds, environment))
-    return fork_server.server.fork(sock, lifeline)
-
 
 # Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
 # another one starts one. Reentrant, as the garbage collector may run under it.
@@ -117,8 +84,11 @@ class _Child:
             return False
         return True
 
+    def close(self) -> None:
+        """Do nothing: it has no descriptors of its own."""
 
-class _Forked(_Child):
+
+class Forked(_Child):
     """A child by fork."""
 
     def __init__(self, target: Callable[[], None]) -> None:
@@ -151,7 +121,7 @@ class _Forked(_Child):
         return code
 
 
-class _Spawned(_Child):
+class Spawned(_Child):
     """A child by a fresh interpreter."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
@@ -174,7 +144,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-Launched: TypeAlias = _Forked | _Spawned | Served
+Launched: TypeAlias = Forked | Spawned | Served
 """A process that was started."""
 
 
@@ -183,7 +153,7 @@ class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
 
     Attributes:
-        method: How it was started: "fork", "forkserver" or "spawn".
+        name: Its name, with its process and how that was started.
         process: The process.
         inbox: This process's end of its channel.
         lifeline: Pipe whose closing ends the worker.
@@ -195,7 +165,7 @@ class ProcessWorker:
     """
 
     index: int
-    method: str
+    name: str
     process: Launched
     inbox: ItemReceiver
     lifeline: Descriptor
@@ -256,12 +226,12 @@ class ProcessWorker:
     def close(self) -> None:
         """Close all that this process has of it."""
         self.inbox.close()
-        for one in (self.lifeline, self.stacks, self.pidfd):
+        for one in (self.process, self.lifeline, self.stacks, self.pidfd):
             if one is not None:
                 one.close()
 
     def __str__(self) -> str:
-        return f"worker {self.index} (process {self.process.pid}, {self.method})"
+        return self.name
 
 
 def _signalled(pidfd: Descriptor, number: int) -> bool:

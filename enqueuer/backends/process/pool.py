@@ -111,7 +111,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def start_worker(self, index: int) -> ProcessWorker:
         try:
-            worker = self._starter.start(index, self._room)
+            worker = self._starter.start(index, None if self._does_tasks else self._room)
         except raised_here(OSError) as error:
             raise _no_room(error) from error
         self._started = time.monotonic()

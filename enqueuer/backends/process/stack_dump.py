@@ -19,7 +19,7 @@ import threading
 from enqueuer.backends.pool import Stack
 from enqueuer.backends.stall import decode_threads, encode_threads, parse
 from enqueuer.common.catching import suppressed
-from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.descriptors import Descriptor
 from enqueuer.workers.event_loop import ThreadSnapshot, on_others, snapshots_of
 
 # Seconds for all workers at once; an answer takes about a millisecond.
@@ -76,9 +76,7 @@ def pipe() -> tuple[Stacks, Descriptor]:
     for end in (read, write):
         # A worker must not wait in the signal's handler.
         os.set_blocking(end, False)
-    stacks = Stacks(read)
-    close_in_children(stacks)
-    return stacks, Descriptor(write)
+    return Stacks(read), Descriptor(write)
 
 
 def answer(pipe: Descriptor | None) -> None:

@@ -1,7 +1,7 @@
 """Starting the worker processes of a job, with one payload for all of them.
 
-start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has are
-         closed here -> ProcessWorker
+start(): channel, ring, lifeline, stack pipe -> Forked, Spawned or Served -> the ends that the
+         worker has are closed here -> ProcessWorker
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections.abc import Callable
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.child import (
+    Ends,
     ParentEnvironment,
     ProcessConfig,
     ProcessStart,
     main_forked,
 )
-from enqueuer.backends.process.handle import Launched, ProcessWorker, launch, open_pidfd
-from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.backends.process.fork_server import fresh_interpreter, program, server
+from enqueuer.backends.process.handle import Forked, Launched, ProcessWorker, Spawned, open_pidfd
+from enqueuer.common.descriptors import Closable, Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
@@ -114,18 +116,17 @@ class Starter:
         return native.limits(threads, given is not None, os.environ)
 
     @functools.cached_property
-    def _loaded(self) -> native.Loaded | None:
+    def _loaded(self) -> native.Loaded:
         """The native libraries that forked workers inherit."""
-        if self._job.start_method != "fork":
-            return None
         return native.Loaded(self._thread_limits)
 
-    def start(self, index: int, room: Callable[[], int]) -> ProcessWorker:
+    def start(self, index: int, room: Callable[[], int] | None) -> ProcessWorker:
         """Start a worker.
 
         Args:
             index: Index of the worker.
-            room: Function that returns how many more items may wait, over all workers.
+            room: Function that returns how many more items may wait, over all workers; None: any
+                number, as tickets are the bound.
 
         Raises:
             OSError: The system has no room for it.
@@ -134,51 +135,53 @@ class Starter:
         # With tasks, all plans are alike.
         plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
         start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
+        # What only the worker needs is closed here once it has started; the rest, if it does not.
         with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
-            ends = _Ends(is_asked, self._queue, passed, undo)
-            ring = Ring.of(ends.memory.fileno())
+
+            def connect(ours: Closable, its: Closable) -> None:
+                undo.callback(ours.close)
+                passed.callback(its.close)
+                close_in_children(ours)
+
+            sock, its_sock = pair()
+            connect(sock, its_sock)
+            its_lifeline, lifeline = map(Descriptor, os.pipe())
+            connect(lifeline, its_lifeline)
+            stacks = its_stack = None
+            if is_asked:
+                stacks, its_stack = stack_dump.pipe()
+                connect(stacks, its_stack)
+            memory = passed.enter_context(contextlib.closing(Descriptor(open_ring())))
+            ring = Ring.of(memory.fileno())
             # The worker may send as soon as it starts.
             ring.words[LIMIT] = start.credit.items
-            process = self._launch(ends, ring, start)
+            tasks = None
+            if self._queue is not None:
+                tasks = passed.enter_context(self._queue.worker_socket())
+            process = self.launch(Ends(its_sock, its_lifeline, ring, its_stack, tasks), start)
+            undo.callback(process.close)
+            packets = Packets(sock)
+            if self._payload is not None:
+                its = [self._payload, memory, its_stack, tasks]
+                packets.send(pickle.dumps(start), [end.fileno() for end in its if end is not None])
+                send_descriptors(packets, [shared.fileno() for shared in self._shared])
             undo.pop_all()
-        name = f"worker {index} (process {process.pid}, {self._job.start_method})"
-        bound = room if self._queue is None else None
-        inbox = ItemReceiver(ends.packets, ring, start.credit, name, bound)
         self._close_payload_after(index)
-        return ProcessWorker(
-            index,
-            self._job.start_method,
-            process,
-            inbox,
-            ends.lifeline,
-            open_pidfd(process),
-            plan.shards,
-            ends.stacks,
-        )
+        name = f"worker {index} (process {process.pid}, {self._job.start_method})"
+        inbox = ItemReceiver(packets, ring, start.credit, name, room)
+        pidfd = open_pidfd(process)
+        return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
 
-    def _launch(self, ends: _Ends, ring: Ring, start: ProcessStart) -> Launched:
-        """Start the process of a worker, and send what it does not inherit."""
+    def launch(self, ends: Ends, start: ProcessStart) -> Launched:
+        """Start the process of a worker."""
         job = self._job
-        forked = functools.partial(
-            main_forked,
-            ends.its,
-            ends.its_lifeline,
-            ring,
-            self._config,
-            self._loaded,
-            start,
-            self._source,
-            job.on_error,
-            ends.task_socket,
-            ends.its_stack,
-        )
-        process = launch(job.start_method, ends.its, ends.its_lifeline, forked, self._thread_limits)
-        if self._payload is not None:
-            passed = [self._payload, ends.memory, ends.its_stack, ends.task_socket]
-            fds = [thing.fileno() for thing in passed if thing is not None]
-            ends.packets.send(pickle.dumps(start), fds)
-            send_descriptors(ends.packets, [shared.fileno() for shared in self._shared])
-        return process
+        if job.start_method == "fork":
+            given = ends, self._config, start, self._loaded, self._source, job.on_error
+            return Forked(functools.partial(main_forked, *given))
+        if job.start_method == "spawn":
+            fds = ends.sock.fileno(), ends.lifeline.fileno()
+            return Spawned(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
+        return server.fork(ends.sock, ends.lifeline)
 
     def _close_payload_after(self, index: int) -> None:
         """Give the memory of the payload back once no other worker can need it."""
@@ -198,52 +201,3 @@ class Starter:
         quota = split_bound(job.max_queue_size, count)[index]
         share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
         return Credit(quota, share, ask=job.ordered is not True, spins=self.spins)
-
-
-class _Ends:
-    """The ends of what connects this process and a worker; the worker's are called `its`.
-
-    Args:
-        is_asked: Whether the worker is asked for its stack if the loop waits long.
-        queue: Queue from which the worker takes tickets; None for shards.
-        passed: Closes what the worker alone needs, once it has started.
-        undo: Closes the rest, if the worker does not start.
-
-    Attributes:
-        packets: This process's end of the socket.
-        its: The worker's end of the socket.
-        lifeline: Pipe whose closing ends the worker.
-        its_lifeline: The worker's end of that pipe.
-        memory: Memory of the ring.
-        stacks: The stacks that the worker sends; None if it is never asked.
-        its_stack: The worker's end of the pipe for its stack.
-        task_socket: Socket from which the worker takes tickets; None for shards.
-    """
-
-    def __init__(
-        self,
-        is_asked: bool,
-        queue: TaskQueue | None,
-        passed: contextlib.ExitStack,
-        undo: contextlib.ExitStack,
-    ) -> None:
-        ours, self.its = pair()
-        passed.callback(self.its.close)
-        undo.callback(ours.close)
-        self.its_lifeline, self.lifeline = map(Descriptor, os.pipe())
-        passed.callback(self.its_lifeline.close)
-        undo.callback(self.lifeline.close)
-        self.memory = Descriptor(open_ring())
-        passed.callback(self.memory.close)
-        self.stacks: stack_dump.Stacks | None = None
-        self.its_stack: Descriptor | None = None
-        if is_asked:
-            self.stacks, self.its_stack = stack_dump.pipe()
-            passed.callback(self.its_stack.close)
-            undo.callback(self.stacks.close)
-        self.task_socket = None if queue is None else queue.worker_socket()
-        if self.task_socket is not None:
-            passed.callback(self.task_socket.close)
-        for end in (ours, self.lifeline):
-            close_in_children(end)
-        self.packets = Packets(ours)
