@@ -2,6 +2,15 @@
 
     signals -> lifeline -> READY -> the job -> logs -> the source -> serve() -> last logs -> exit
 
+For a stall report, the parent asks for the Python stack, whatever the worker does:
+
+    ask_stacks() --a signal--> worker: faulthandler, in C --the stack as text--> parent's pipe
+
+The signal's handler needs no GIL and runs no Python, unless the worker's own thread waits for
+others. So a worker answers from the middle of a sleep, a loop in C or a deadlock. Only one that is
+stopped, or hangs in the system, does not. A worker that has its pipe says so by one byte; no worker
+is signalled before, since the signal would end it.
+
 Everything that can fail because of the user's code (importing it, unpickling the source) comes
 after READY, so that it reaches the consumer as an error with a traceback.
 """
@@ -20,6 +29,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,8 +39,8 @@ except ImportError:
     # Windows has none.
     fcntl = None  # type: ignore[assignment]
 
-from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.fork_server import readable, serve_forks
+from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.memory import read_payload
@@ -40,6 +50,7 @@ from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
+from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import Source
@@ -48,6 +59,8 @@ from enqueuer.workers.tasks import TaskSource
 # Most sources are loaded with it, so a fork server imports it once for all workers. A worker that
 # has run out of descriptors or memory could not import it.
 _OFTEN_LOADED = "cloudpickle"
+# A signal that no program uses; macOS has no others.
+ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -280,7 +293,7 @@ def _work(
     pid = os.getpid()
     channel = ItemSender(packets, ends.ring, start.credit, ends.tasks)
     sender: ItemSender | SharedSender = channel
-    stack_dump.answer(ends.stack)
+    _answer_by(ends.stack)
     if ends.tasks is not None:
         close_in_children(ends.tasks)
     # Log records contain this name.
@@ -304,3 +317,36 @@ def _work(
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
+
+
+def _answer_by(pipe: Descriptor | None) -> None:
+    """Answer questions for the stack. Called by the thread that runs the user's code.
+
+    Faulthandler writes only that thread's stack: those of others could change meanwhile. While it
+    waits for others, Python's handler writes where these are, in this thread. So there is no answer
+    then if C code holds the GIL.
+
+    Args:
+        pipe: The worker's end of its pipe; None: it is never asked.
+    """
+    if not ASK or pipe is None:
+        return
+    fd = pipe.fileno()
+
+    def write(number: int, frame: object) -> None:
+        data = encode_threads(snapshots_of(threading.get_ident()))
+        # The pipe may be full of answers that were not read.
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
+
+    def choose(has_others: bool) -> None:
+        faulthandler.unregister(ASK)
+        # One of Python's would come above that of faulthandler when `held()` puts it back. It
+        # interrupts system calls: the kernel would go on with a wait for a lock, without Python.
+        signal.signal(ASK, write if has_others else signal.SIG_IGN)
+        if not has_others:
+            faulthandler.register(ASK, file=fd, all_threads=False, chain=False)
+
+    choose(False)
+    on_others(choose)
+    os.write(fd, b"\n")

@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from enqueuer.backends.pool import Death, WorkerState
+from enqueuer.backends.pool import Death, Stack, WorkerState
+from enqueuer.backends.process.child import ASK
 from enqueuer.backends.process.fork_server import Served, readable, silent_children
-from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
+from enqueuer.backends.stall import decode_threads, parse
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
@@ -36,6 +37,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport.receiver import ItemReceiver
+from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
 
 # Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
@@ -146,6 +148,59 @@ def _exists(pid: int) -> bool:
 
 Launched: TypeAlias = Forked | Spawned | Served
 """A process that was started."""
+
+
+# Seconds for all workers at once; an answer takes about a millisecond.
+ASK_S = 1.0
+# Bytes at once: all that a pipe holds.
+_MOST = 1 << 16
+
+
+class Stacks(Descriptor):
+    """The parent's end of the pipe on which one worker answers."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._text = ""
+        self._can_answer = False
+        # The last answer of the worker: its stack, or those of its threads.
+        self.stack: Stack | None = None
+        self.threads: list[ThreadSnapshot] | None = None
+
+    def prepare(self) -> bool:
+        """Forget what an earlier question brought; return whether another one may be asked."""
+        self.hear()
+        self._text, self.stack, self.threads = "", None, None
+        return self._can_answer
+
+    def hear(self) -> bool:
+        """Read what has come; return whether the answer is whole, or none will come."""
+        with suppressed(BlockingIOError):
+            while data := os.read(self.fileno(), _MOST):
+                self._can_answer = True
+                self._text += data.decode(errors="replace")
+            # The worker has ended.
+            return True
+        self.threads = decode_threads(self._text)
+        if self.threads is not None:
+            return True
+        stack, is_whole = parse(self._text)
+        if is_whole:
+            self.stack = stack
+        return is_whole
+
+
+def stack_pipe() -> tuple[Stacks, Descriptor]:
+    """Return the parent's end, and the descriptor that a worker gets.
+
+    Raises:
+        OSError: There is no descriptor left.
+    """
+    read, write = os.pipe()
+    for end in (read, write):
+        # A worker must not wait in the signal's handler.
+        os.set_blocking(end, False)
+    return Stacks(read), Descriptor(write)
 
 
 @dataclass(eq=False, repr=False)

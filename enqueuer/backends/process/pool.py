@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing.util
-import os
 import select
 import signal
 import socket
@@ -30,8 +29,13 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
-from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
-from enqueuer.backends.process.stack_dump import ASK_S
+from enqueuer.backends.process.handle import (
+    ASK_S,
+    ProcessWorker,
+    ask_stacks,
+    has_ended,
+    wait_for_exitcode,
+)
 from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
@@ -83,8 +87,10 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     # --- start ---
 
     def open(self) -> None:
-        _running.add(self)
-        _register_exit()
+        # multiprocessing joins its children at exit, without a limit. This runs before that.
+        pool, util = weakref.ref(self), multiprocessing.util
+        at_exit = util.Finalize(self, _stop_at_exit, (pool,), exitpriority=100)
+        self._resources.callback(at_exit.cancel)
         try:
             self._open()
         except raised_here(OSError) as error:
@@ -173,24 +179,20 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def _poll(self, deadline: float | None) -> None:
         starting = next((w for w in self.workers if w.state is WorkerState.STARTING), None)
-        limits = [] if deadline is None else [deadline]
+        limit = self._started + START_TIMEOUT_S
         if starting is not None:
-            limits.append(self._started + START_TIMEOUT_S)
-        timeout = None if not limits else max(0.0, min(limits) - time.monotonic()) * 1000
+            deadline = limit if deadline is None else min(deadline, limit)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
         ready = self._poller.poll(timeout)
         for fd, _ in ready:
             if fd in self._by_fd:
                 worker, is_pidfd = self._by_fd[fd]
                 worker.gone = worker.gone or is_pidfd
                 self._read(worker)
-            elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
+            elif self._woken is not None and not self._is_closed:
                 with suppressed(BlockingIOError):
                     self._woken.recv(1024)
-        if (
-            starting is not None
-            and not ready
-            and time.monotonic() >= self._started + START_TIMEOUT_S
-        ):
+        if starting is not None and not ready and time.monotonic() >= limit:
             raise StartError(
                 f"{starting} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
                 "cause is a lock that another thread held: use "
@@ -286,7 +288,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             )
         self.workers[:] = self._left()
         if not self.workers:
-            _running.discard(self)
             self._resources.close()
             self._by_fd.clear()
 
@@ -387,28 +388,11 @@ def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
     return WorkerSnapshot(str(worker), worker.shards, stacks.stack, why, stacks.threads or ())
 
 
-# --- the end of the interpreter ----------------------------------------------------------------
-
-_running: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+# Seconds for a stop at the end of the interpreter.
 _EXIT_TIMEOUT_S = 2.0
 
 
-@functools.cache
-def _register_exit() -> None:
-    # multiprocessing joins its children at exit, without a limit. This runs before that.
-    multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
-
-
-def _forget_all() -> None:
-    """Forget, in a forked child, the parent's pools; multiprocessing forgets its finalizers."""
-    _running.clear()
-    _register_exit.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
-
-
-def _stop_all() -> None:
-    for pool in list(_running):
-        pool.stop(_EXIT_TIMEOUT_S)
+def _stop_at_exit(pool: weakref.ref[ProcessPool]) -> None:
+    running = pool()
+    if running is not None:
+        running.stop(_EXIT_TIMEOUT_S)

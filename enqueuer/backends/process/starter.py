@@ -14,7 +14,6 @@ import pickle
 from collections.abc import Callable
 
 from enqueuer.backends.job import Job, split_bound
-from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.child import (
     Ends,
     ParentEnvironment,
@@ -23,7 +22,14 @@ from enqueuer.backends.process.child import (
     main_forked,
 )
 from enqueuer.backends.process.fork_server import fresh_interpreter, program, server
-from enqueuer.backends.process.handle import Forked, Launched, ProcessWorker, Spawned, open_pidfd
+from enqueuer.backends.process.handle import (
+    Forked,
+    Launched,
+    ProcessWorker,
+    Spawned,
+    open_pidfd,
+    stack_pipe,
+)
 from enqueuer.common.descriptors import Closable, Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.memory import write_payload
@@ -149,7 +155,7 @@ class Starter:
             connect(lifeline, its_lifeline)
             stacks = its_stack = None
             if is_asked:
-                stacks, its_stack = stack_dump.pipe()
+                stacks, its_stack = stack_pipe()
                 connect(stacks, its_stack)
             memory = passed.enter_context(contextlib.closing(Descriptor(open_ring())))
             ring = Ring.of(memory.fileno())
