@@ -22,7 +22,7 @@ from serial import SEED, Source, instead, plain, serial
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.process.starter import Starter
+from enqueuer.backends.process.handle import Starter
 from enqueuer.enqueuers.enqueuer import core_of
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))

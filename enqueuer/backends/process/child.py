@@ -25,7 +25,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -61,6 +60,8 @@ from enqueuer.workers.tasks import TaskSource
 _OFTEN_LOADED = "cloudpickle"
 # A signal that no program uses; macOS has no others.
 ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
+# Eleven days, which every way of waiting accepts.
+_FOREVER_S = 1e6
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -169,7 +170,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             raise OSError(errno.EMFILE, text)
         if shared:
             # Most sources share nothing.
-            from enqueuer.backends.process.shared_objects import handed
+            from enqueuer.backends.payload import handed
 
             given = handed(shared, tracker)
         with given:
@@ -272,13 +273,11 @@ def _arm(lifeline: Descriptor) -> None:
 
 def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
     """Wait for a packet of the parent, and take it."""
-    poller = select.poll()
-    poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
         if packets.ended:
             # The parent has closed the channel.
             os._exit(1)
-        poller.poll()
+        readable(packets, _FOREVER_S)
         packets.drain()
     return packets.received.popleft()
 

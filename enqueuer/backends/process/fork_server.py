@@ -350,7 +350,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=server.renew)
 
 
-def readable(source: socket.socket | Descriptor, timeout: float) -> bool:
+def readable(source: socket.socket | Packets | Descriptor, timeout: float) -> bool:
     """Wait until there is something to read, at most `timeout` seconds; return whether there is."""
     # `select()` accepts no descriptor beyond 1023.
     poller = select.poll()

@@ -14,10 +14,13 @@ guard. A child receives its job over its channel.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import multiprocessing.context
 import multiprocessing.popen_fork
 import os
-import select
+import pickle
 import signal
 import subprocess
 import threading
@@ -26,19 +29,43 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from enqueuer.backends.pool import Death, Stack, WorkerState
-from enqueuer.backends.process.child import ASK
-from enqueuer.backends.process.fork_server import Served, readable, silent_children
+from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.pool import HAS_ENDED, Death, Stack, WorkerSnapshot, WorkerState
+from enqueuer.backends.process.child import (
+    ASK,
+    Ends,
+    ParentEnvironment,
+    ProcessConfig,
+    ProcessStart,
+    main_forked,
+)
+from enqueuer.backends.process.fork_server import (
+    Served,
+    fresh_interpreter,
+    program,
+    readable,
+    server,
+    silent_children,
+)
 from enqueuer.backends.stall import decode_threads, parse
 from enqueuer.common.catching import raised_here, suppressed
-from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
+from enqueuer.common.descriptors import Closable, Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.transport.memory import write_payload
+from enqueuer.transport.packets import Packets, pair, send_descriptors
+from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
+from enqueuer.transport.ring import LIMIT, Ring, open_ring
+from enqueuer.transport.task_queue import TaskQueue
+from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
+from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.sources import FunctionSource, Source
+from enqueuer.workers.tasks import TaskSource
 
 # Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
 # another one starts one. Reentrant, as the garbage collector may run under it.
@@ -163,6 +190,8 @@ class Stacks(Descriptor):
         super().__init__(fd)
         self._text = ""
         self._can_answer = False
+        # Whether the worker was asked last time.
+        self.is_asked = False
         # The last answer of the worker: its stack, or those of its threads.
         self.stack: Stack | None = None
         self.threads: list[ThreadSnapshot] | None = None
@@ -170,7 +199,7 @@ class Stacks(Descriptor):
     def prepare(self) -> bool:
         """Forget what an earlier question brought; return whether another one may be asked."""
         self.hear()
-        self._text, self.stack, self.threads = "", None, None
+        self._text, self.stack, self.threads, self.is_asked = "", None, None, False
         return self._can_answer
 
     def hear(self) -> bool:
@@ -261,6 +290,35 @@ class ProcessWorker:
         used, blocks = usage.of_process(pid, has_threads), inbox.blocks.size
         return worker_stats(self, inbox.meter, inbox.sent, used, self.began, blocks)
 
+    def has_ended(self, timeout: float = 0) -> bool:
+        """Return whether the process is gone, or goes within `timeout` seconds."""
+        if self.pidfd is None:
+            return self.inbox.control.packets.ended
+        return readable(self.pidfd, timeout)
+
+    def wait_for_exitcode(self, timeout: float) -> None:
+        """Wait for the process to end, and note its exit code if it is known."""
+        # It can be collected once; other code may have asked for it.
+        if self.exitcode is None and (self.pidfd is None or self.has_ended(timeout)):
+            self.exitcode = self.process.exitcode(timeout)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return where it is, as it has answered the last question."""
+        stacks = self.stacks
+        assert stacks is not None, "it is asked if a wait may be cut"
+        if self.state in HAS_ENDED:
+            return WorkerSnapshot(str(self), self.shards, None, "has ended")
+        if stacks.threads is not None:
+            why = "waits for a task"
+        elif stacks.is_asked:
+            why = (
+                f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
+                "blocked, or hangs in the system"
+            )
+        else:
+            why = "cannot send its stack: it is starting, or its code has reset the signal for that"
+        return WorkerSnapshot(str(self), self.shards, stacks.stack, why, stacks.threads or ())
+
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
         with suppressed(ProcessLookupError):
@@ -300,31 +358,19 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
     return True
 
 
-def ask_stacks(workers: Iterable[ProcessWorker]) -> list[Stacks]:
-    """Ask workers where they are, all at once, and wait for their answers.
-
-    Returns:
-        Those that could be asked; after an answer they have a `stack`.
-    """
-    # The user's code may have reset the signal after the worker had said that it handles it.
-    asked = [
-        (worker, worker.stacks)
-        for worker in workers
-        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK)
-    ]
-    missing = {stacks.fileno(): stacks for _, stacks in asked}
-    poller = select.poll()
-    for fd in missing:
-        poller.register(fd, select.POLLIN)
-    for worker, _ in asked:
-        worker.send_signal(ASK)
+def ask_stacks(workers: Iterable[ProcessWorker]) -> None:
+    """Ask workers where they are, all at once, and wait for their answers."""
+    asked = []
+    for worker in workers:
+        # The user's code may have reset the signal after the worker had said that it handles it.
+        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK):
+            worker.stacks.is_asked = True
+            asked.append(worker.stacks)
+            worker.send_signal(ASK)
     end = time.monotonic() + ASK_S
-    while missing and (left := end - time.monotonic()) > 0:
-        for fd, _ in poller.poll(left * 1000 + 1):
-            if missing[fd].hear():
-                poller.unregister(fd)
-                del missing[fd]
-    return [stacks for _, stacks in asked]
+    for stacks in asked:
+        while not stacks.hear() and (left := end - time.monotonic()) > 0:
+            readable(stacks, left)
 
 
 def open_pidfd(process: Launched) -> Descriptor | None:
@@ -342,23 +388,6 @@ def open_pidfd(process: Launched) -> Descriptor | None:
         return None
     close_in_children(pidfd)
     return pidfd
-
-
-def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
-    """Return whether the process is gone, or goes within `timeout` seconds."""
-    if worker.pidfd is None:
-        return worker.inbox.control.packets.ended
-    return readable(worker.pidfd, timeout)
-
-
-def wait_for_exitcode(worker: ProcessWorker, timeout: float) -> int | None:
-    """Wait for the process to end; return its exit code, None if it is not known."""
-    # It can be collected once; other code may have asked for it.
-    if worker.exitcode is not None:
-        return worker.exitcode
-    if worker.pidfd is not None and not has_ended(worker, timeout):
-        return None
-    return worker.process.exitcode(timeout)
 
 
 _ADVICE: dict[int | None, str] = {
@@ -382,3 +411,176 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+def _is_local(source: Source | TaskSource) -> bool:
+    """Return whether the user's code, or its class, was defined within a function."""
+    if isinstance(source, TaskSource):
+        parts: list[object] = [source.map, source.items]
+    else:
+        parts = [source.function if isinstance(source, FunctionSource) else source.iterable]
+    names = (getattr(part, "__qualname__", type(part).__qualname__) for part in parts)
+    return any("<locals>" in str(name) for name in names)
+
+
+_OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
+
+
+class Starter:
+    """Starts worker processes.
+
+    Args:
+        job: Description of what they run.
+
+    Attributes:
+        spins: Whether this process and each of the workers has a CPU of its own.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plans = job.plans()
+        self.spins = usage.cpus() > len(self._plans)
+        self._queue: TaskQueue | None = None
+        self._payload: Descriptor | None = None
+        # Of objects that the source shares with the workers.
+        self._shared: list[Descriptor] = []
+        # The source of forked workers, which inherit it.
+        self._source = job.source
+
+    def open(self, resources: contextlib.ExitStack, queue: TaskQueue | None) -> None:
+        """Pickle the source if the workers are not forked, else pack its list if that is long.
+
+        Args:
+            resources: What is closed after the last worker has ended.
+            queue: Queue from which the workers take tickets; None for shards.
+
+        Raises:
+            SourceNotPicklable: The source cannot be sent.
+        """
+        job, self._queue = self._job, queue
+        if job.start_method == "fork":
+            if isinstance(job.source, TaskSource):
+                self._source = job.source.packed()
+            if _is_local(job.source):
+                # Its errors may be local as well, and a worker that has run out of descriptors or
+                # memory could not import what sends them.
+                importlib.import_module("cloudpickle")
+        else:
+            # Forked workers do not need it, and its import takes some milliseconds.
+            from enqueuer.backends.payload import Handover, pickled_source
+
+            shared = Handover()
+            resources.callback(shared.close)
+            # The source has a pickle of its own: an error while that is loaded is the user's.
+            where = f"a process started by {job.start_method}"
+            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, shared)
+            head = pickle.dumps((self._config, shared.tracker(), pickled), protocol=5)
+            self._shared = shared.descriptors
+            self._payload = Descriptor(write_payload(head, shared.buffers))
+            resources.callback(self._payload.close)
+
+    @functools.cached_property
+    def _config(self) -> ProcessConfig:
+        """The configuration of all workers; made once, as it reads the levels of all loggers."""
+        job = self._job
+        levels = logs.Levels.of_this_process() if job.forward_logs is True else None
+        fork = job.start_method == "fork"
+        around = None if fork else ParentEnvironment.of_this_process()
+        worker = WorkerConfig(job.shards, job.random_seed, levels, job.trace)
+        return ProcessConfig(worker, around, self._thread_limits, job.keep_freed_memory)
+
+    @functools.cached_property
+    def _thread_limits(self) -> dict[str, str]:
+        given = self._job.threads_per_worker
+        threads = given or self._job.share_of(usage.cpus())
+        return native.limits(threads, given is not None, os.environ)
+
+    @functools.cached_property
+    def _loaded(self) -> native.Loaded:
+        """The native libraries that forked workers inherit."""
+        return native.Loaded(self._thread_limits)
+
+    def start(self, index: int, room: Callable[[], int] | None) -> ProcessWorker:
+        """Start a worker.
+
+        Args:
+            index: Index of the worker.
+            room: Function that returns how many more items may wait, over all workers; None: any
+                number, as tickets are the bound.
+
+        Raises:
+            OSError: The system has no room for it.
+            StartError: It cannot be started.
+        """
+        # With tasks, all plans are alike.
+        plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
+        start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
+        # What only the worker needs is closed here once it has started; the rest, if it does not.
+        with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
+
+            def connect(ours: Closable, its: Closable) -> None:
+                undo.callback(ours.close)
+                passed.callback(its.close)
+                close_in_children(ours)
+
+            sock, its_sock = pair()
+            connect(sock, its_sock)
+            its_lifeline, lifeline = map(Descriptor, os.pipe())
+            connect(lifeline, its_lifeline)
+            stacks = its_stack = None
+            if is_asked:
+                stacks, its_stack = stack_pipe()
+                connect(stacks, its_stack)
+            memory = passed.enter_context(contextlib.closing(Descriptor(open_ring())))
+            ring = Ring.of(memory.fileno())
+            # The worker may send as soon as it starts.
+            ring.words[LIMIT] = start.credit.items
+            tasks = None
+            if self._queue is not None:
+                tasks = passed.enter_context(self._queue.worker_socket())
+            process = self.launch(Ends(its_sock, its_lifeline, ring, its_stack, tasks), start)
+            undo.callback(process.close)
+            packets = Packets(sock)
+            if self._payload is not None:
+                its = [self._payload, memory, its_stack, tasks]
+                packets.send(pickle.dumps(start), [end.fileno() for end in its if end is not None])
+                send_descriptors(packets, [shared.fileno() for shared in self._shared])
+            undo.pop_all()
+        self._close_payload_after(index)
+        name = f"worker {index} (process {process.pid}, {self._job.start_method})"
+        inbox = ItemReceiver(packets, ring, start.credit, name, room)
+        pidfd = open_pidfd(process)
+        return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
+
+    def launch(self, ends: Ends, start: ProcessStart) -> Launched:
+        """Start the process of a worker."""
+        job = self._job
+        if job.start_method == "fork":
+            given = ends, self._config, start, self._loaded, self._source, job.on_error
+            return Forked(functools.partial(main_forked, *given))
+        if job.start_method == "spawn":
+            fds = ends.sock.fileno(), ends.lifeline.fileno()
+            return Spawned(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
+        return server.fork(ends.sock, ends.lifeline)
+
+    def _close_payload_after(self, index: int) -> None:
+        """Give the memory of the payload back once no other worker can need it."""
+        job = self._job
+        is_last = index + 1 == len(self._plans)
+        if self._payload is not None and is_last and not (job.max_restarts or job.may_grow):
+            self._payload.close()
+            for shared in self._shared:
+                shared.close()
+
+    def _credit(self, index: int) -> Credit:
+        job, count = self._job, len(self._plans)
+        # The tickets are the bound, and one worker may run all of them.
+        if self._queue is not None:
+            tickets = job.max_queue_size + job.workers * job.source.tickets_at_once
+            return Credit(tickets, None, ask=False)
+        quota = split_bound(job.max_queue_size, count)[index]
+        share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
+        return Credit(quota, share, ask=job.ordered is not True, spins=self.spins)

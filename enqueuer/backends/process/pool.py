@@ -30,13 +30,10 @@ from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import (
-    ASK_S,
     ProcessWorker,
+    Starter,
     ask_stacks,
-    has_ended,
-    wait_for_exitcode,
 )
-from enqueuer.backends.process.starter import Starter
 from enqueuer.backends.stall import level_of_user
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here, suppressed
@@ -228,11 +225,11 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
             deliver_all(worker.inbox.control.records)
-            worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+            worker.wait_for_exitcode(_EXITCODE_S)
             # The process still runs: the user's code has closed all its descriptors.
             if worker.exitcode is None:
                 worker.send_signal(signal.SIGKILL)
-                wait_for_exitcode(worker, _EXITCODE_S)
+                worker.process.exitcode(_EXITCODE_S)
             worker.move(WorkerState.DEAD)
             self._forget(worker)
 
@@ -242,8 +239,8 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         return [worker.measure(self._job.source.has_threads) for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
-        able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])
-        return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
+        ask_stacks(worker for worker in workers if worker.state is WorkerState.RUNNING)
+        return [worker.snapshot() for worker in workers]
 
     def worker_bytes(self) -> int | None:
         found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))
@@ -316,7 +313,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             for worker in left:
                 if worker.state is not WorkerState.ENDED:
                     _read_last(worker)
-                if worker.state is not WorkerState.ENDED and has_ended(worker):
+                if worker.state is not WorkerState.ENDED and worker.has_ended():
                     self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
@@ -324,7 +321,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             self._forget(worker)
             if worker.state is not WorkerState.DEAD:
                 _read_last(worker)
-                worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+                worker.wait_for_exitcode(_EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
             worker.close()
@@ -368,24 +365,6 @@ def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:
         if inbox.control.has_packets or (inbox.is_asking and not is_coming):
             return True
     return False
-
-
-def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
-    if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
-        why = "has ended"
-    elif was_asked:
-        why = (
-            f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
-            "blocked, or hangs in the system"
-        )
-    else:
-        why = "cannot send its stack: it is starting, or its code has reset the signal for that"
-    if worker.stacks is None or not was_asked:
-        return WorkerSnapshot(str(worker), worker.shards, None, why)
-    stacks = worker.stacks
-    if stacks.threads is not None:
-        why = "waits for a task"
-    return WorkerSnapshot(str(worker), worker.shards, stacks.stack, why, stacks.threads or ())
 
 
 # Seconds for a stop at the end of the interpreter.
