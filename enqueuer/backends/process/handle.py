@@ -23,13 +23,12 @@ import os
 import pickle
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.job import Job
 from enqueuer.backends.pool import HAS_ENDED, Death, Stack, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.child import (
     ASK,
@@ -67,36 +66,6 @@ from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
-# Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
-# another one starts one. Reentrant, as the garbage collector may run under it.
-_children_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """Make a new lock in a forked child: a thread of the parent may hold the old one."""
-    global _children_lock
-    _children_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-class ForkProcess(multiprocessing.context.ForkProcess):
-    """A child that only its parent joins.
-
-    At its exit, multiprocessing joins all children that it knows of. In a copy of this process
-    that os.fork() has made, these are children of another process, and joining them is an error.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._owner = os.getpid()
-
-    def join(self, timeout: float | None = None) -> None:
-        if os.getpid() == self._owner:
-            super().join(timeout)
-
 
 class _Child:
     """A child of this process."""
@@ -113,41 +82,41 @@ class _Child:
             return False
         return True
 
-    def close(self) -> None:
-        """Do nothing: it has no descriptors of its own."""
-
 
 class Forked(_Child):
-    """A child by fork."""
+    """A child by fork, a process of multiprocessing that is not on its list of children.
+
+    At its exit, multiprocessing joins all children on that list. In a copy of this process that
+    os.fork() has made, these are children of another process, and joining them is an error.
+    """
 
     def __init__(self, target: Callable[[], None]) -> None:
-        self._process = ForkProcess(target=target)
-        # Not daemonic, so that it may have children. The lifeline ends it with this process.
-        self._process.daemon = False
-        try:
-            with _children_lock, silent_children():
-                self._process.start()
-        except AssertionError as error:
+        if multiprocessing.current_process().daemon:
             raise StartError(
                 "this process is a daemonic child of multiprocessing, which may not fork "
                 "workers (a worker of a DataLoader, perhaps); with a generator function "
                 "use backend=Processes(start_method='forkserver'), else backend='thread'"
-            ) from error
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+            )
+        process = multiprocessing.context.ForkProcess(target=target)
+        # Not daemonic, so that it may have children. The lifeline ends it with this process.
+        process.daemon = False
+        with silent_children():
+            self._popen = multiprocessing.popen_fork.Popen(process)
+        self.pid = self._popen.pid
 
     def exitcode(self, timeout: float) -> int | None:
-        # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
+        # Not wait(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
         # code has closed that pipe in the worker, it waits without a limit.
         deadline = time.monotonic() + timeout
-        while (code := self._process.exitcode) is None and _exists(self.pid):
+        while (code := self._popen.poll()) is None and _exists(self.pid):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.001)
-        if code is not None:
-            with _children_lock:
-                self._process.close()
         return code
+
+    def close(self) -> None:
+        """Close the pipes of multiprocessing."""
+        self._popen.close()
 
 
 class Spawned(_Child):
@@ -162,6 +131,9 @@ class Spawned(_Child):
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
+
+    def close(self) -> None:
+        """Do nothing: it has no descriptors."""
 
 
 def _exists(pid: int) -> bool:
@@ -576,11 +548,9 @@ class Starter:
                 shared.close()
 
     def _credit(self, index: int) -> Credit:
-        job, count = self._job, len(self._plans)
+        job = self._job
         # The tickets are the bound, and one worker may run all of them.
         if self._queue is not None:
             tickets = job.max_queue_size + job.workers * job.source.tickets_at_once
             return Credit(tickets, None, ask=False)
-        quota = split_bound(job.max_queue_size, count)[index]
-        share = None if job.max_queue_bytes is None else job.max_queue_bytes // count
-        return Credit(quota, share, ask=job.ordered is not True, spins=self.spins)
+        return Credit(*job.quota_of(index), ask=job.ordered is not True, spins=self.spins)

@@ -87,30 +87,23 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         # multiprocessing joins its children at exit, without a limit. This runs before that.
         pool, util = weakref.ref(self), multiprocessing.util
         at_exit = util.Finalize(self, _stop_at_exit, (pool,), exitpriority=100)
-        self._resources.callback(at_exit.cancel)
+        resources, queue = self._resources, None
+        resources.callback(at_exit.cancel)
         try:
-            self._open()
+            if self._does_tasks:
+                resources.callback(self.dispatch.close)
+                queue = self.dispatch.open()
+            self._starter.open(resources, queue)
+            self._wake, self._woken = socket.socketpair()
+            for end in (self._wake, self._woken):
+                end.setblocking(False)
+                close_in_children(end)
+                resources.callback(end.close)
+            self._poller.register(self._woken, select.POLLIN)
+            if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
+                resources.enter_context(logs.multiprocessing_logging())
         except raised_here(OSError) as error:
             raise _no_room(error) from error
-
-    def _open(self) -> None:
-        resources, queue = self._resources, None
-        if self._does_tasks:
-            resources.callback(self.dispatch.close)
-            queue = self.dispatch.open()
-        self._starter.open(resources, queue)
-        self._open_wake_up()
-        if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
-            resources.enter_context(logs.multiprocessing_logging())
-
-    def _open_wake_up(self) -> None:
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
-            end.setblocking(False)
-            close_in_children(end)
-            self._resources.callback(end.close)
-        self._wake, self._woken = wake, woken
-        self._poller.register(woken, select.POLLIN)
 
     def start_worker(self, index: int) -> ProcessWorker:
         try:
@@ -286,7 +279,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self.workers[:] = self._left()
         if not self.workers:
             self._resources.close()
-            self._by_fd.clear()
 
     def _left(self) -> list[ProcessWorker]:
         return [worker for worker in self.workers if worker.state is not WorkerState.ENDED]

@@ -35,7 +35,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from enqueuer.backends.job import Job, split_bound
+from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.payload import pickled_source
 from enqueuer.backends.pool import (
@@ -447,7 +447,9 @@ class RayPool(WorkerPool[Actor]):
             asks=job.ordered is not True,
             keep_freed_memory=job.keep_freed_memory,
         )
-        credit = self._credit(index)
+        # The number of tickets is the limit for tasks, and one worker may do all of them.
+        quota = (UNBOUNDED, None) if self._does_tasks else job.quota_of(index)
+        credit = TotalCredit(*quota, 0)
         handle = self._class.remote(config, credit, self._payload)
         inbox = RayInbox(len(plan.shards), self._records, credit)
         actor = Actor(index, plan.shards, handle, self, inbox)
@@ -459,16 +461,6 @@ class RayPool(WorkerPool[Actor]):
         )
         actor.thread.start()
         return actor
-
-    def _credit(self, index: int) -> TotalCredit:
-        """Return the credit that a worker begins with."""
-        job, count = self._job, len(self._plans)
-        # The number of tickets is the limit for tasks, and one worker may do all of them.
-        if self._does_tasks:
-            return TotalCredit(UNBOUNDED, None, 0)
-        limit = job.max_queue_bytes
-        share = None if limit is None else limit // count
-        return TotalCredit(split_bound(job.max_queue_size, count)[index], share, 0)
 
     # --- receiving, in the thread for each actor ---
 
