@@ -6,7 +6,7 @@ import os
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.process.handle import Forked, open_pidfd
+from enqueuer.backends.process.handle import fork, open_pidfd
 
 
 class Reaped:
@@ -24,7 +24,7 @@ class Reaped:
 @pytest.fixture
 def child():
     """Return a forked child that ends at once."""
-    return Forked(lambda: os._exit(7))
+    return fork(lambda: os._exit(7))
 
 
 def test_no_pidfd_of_another_process_is_opened():

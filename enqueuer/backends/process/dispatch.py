@@ -49,7 +49,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._workers = workers
         self._are_forked = are_forked
         self._one_each = one_each
-        self._queue: TaskQueue | None = None
         self._is_closed = False
         self._last_token = 0
         # Numbers of tasks by their tokens: of the queue, and of what one worker alone got.
@@ -66,8 +65,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
     def close(self) -> None:
         """Close this process's ends of the queue."""
         self._is_closed = True
-        if self._queue is not None:
-            self._queue.close()
+        self._queue.close()
 
     @property
     def least(self) -> int:
@@ -80,7 +78,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         return [task_queue.pack(ticket, self._are_forked) for ticket in tickets]
 
     def offer(self, tickets: Sequence[tuple[int, Ticket | bytes]]) -> int:
-        assert self._queue is not None
         first = tickets[0][1]
         most = 1
         if isinstance(first, Ticket) and not self._one_each:
@@ -133,7 +130,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         return numbers
 
     def safe(self) -> Container[int]:
-        assert self._queue is not None
         first, safe = self._queue.first(), set[int]()
         if first is not None:
             for token, numbers in self._offered.items():
@@ -150,7 +146,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
 
     def _forget_done(self) -> None:
         """Forget the tokens that were taken and that no worker claims."""
-        assert self._queue is not None
         first = self._queue.first()
         claimed = {token for worker in self._workers for token in worker.inbox.claimed}
         self._offered = {

@@ -67,10 +67,16 @@ from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
 
-class _Child:
-    """A child of this process."""
+class Child:
+    """A child of this process, be it forked or a fresh interpreter.
 
-    pid: int
+    A forked one is a process of multiprocessing that is not on its list of children. At its exit,
+    multiprocessing joins all children on that list. In a copy of this process that os.fork() has
+    made, these are children of another process, and joining them is an error.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes] | multiprocessing.popen_fork.Popen) -> None:
+        self._popen, self.pid = popen, popen.pid
 
     def has_pid(self) -> bool:
         """Return whether `pid` is still its own; once it was reaped, another may have got it."""
@@ -82,31 +88,9 @@ class _Child:
             return False
         return True
 
-
-class Forked(_Child):
-    """A child by fork, a process of multiprocessing that is not on its list of children.
-
-    At its exit, multiprocessing joins all children on that list. In a copy of this process that
-    os.fork() has made, these are children of another process, and joining them is an error.
-    """
-
-    def __init__(self, target: Callable[[], None]) -> None:
-        if multiprocessing.current_process().daemon:
-            raise StartError(
-                "this process is a daemonic child of multiprocessing, which may not fork "
-                "workers (a worker of a DataLoader, perhaps); with a generator function "
-                "use backend=Processes(start_method='forkserver'), else backend='thread'"
-            )
-        process = multiprocessing.context.ForkProcess(target=target)
-        # Not daemonic, so that it may have children. The lifeline ends it with this process.
-        process.daemon = False
-        with silent_children():
-            self._popen = multiprocessing.popen_fork.Popen(process)
-        self.pid = self._popen.pid
-
     def exitcode(self, timeout: float) -> int | None:
-        # Not wait(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
-        # code has closed that pipe in the worker, it waits without a limit.
+        # Not wait(timeout) of multiprocessing: it waits for a pipe, which a grandchild may hold
+        # open. Once the user's code has closed that pipe in the worker, it waits without a limit.
         deadline = time.monotonic() + timeout
         while (code := self._popen.poll()) is None and _exists(self.pid):
             if time.monotonic() >= deadline:
@@ -115,25 +99,28 @@ class Forked(_Child):
         return code
 
     def close(self) -> None:
-        """Close the pipes of multiprocessing."""
-        self._popen.close()
+        """Close the pipes that multiprocessing has to a child."""
+        if isinstance(self._popen, multiprocessing.popen_fork.Popen):
+            self._popen.close()
 
 
-class Spawned(_Child):
-    """A child by a fresh interpreter."""
+def fork(target: Callable[[], None]) -> Child:
+    """Fork a child that calls a function.
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self._popen = popen
-        self.pid = popen.pid
-
-    def exitcode(self, timeout: float) -> int | None:
-        try:
-            return self._popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def close(self) -> None:
-        """Do nothing: it has no descriptors."""
+    Raises:
+        StartError: This process may have no children.
+    """
+    if multiprocessing.current_process().daemon:
+        raise StartError(
+            "this process is a daemonic child of multiprocessing, which may not fork "
+            "workers (a worker of a DataLoader, perhaps); with a generator function "
+            "use backend=Processes(start_method='forkserver'), else backend='thread'"
+        )
+    process = multiprocessing.context.ForkProcess(target=target)
+    # Not daemonic, so that it may have children. The lifeline ends it with this process.
+    process.daemon = False
+    with silent_children():
+        return Child(multiprocessing.popen_fork.Popen(process))
 
 
 def _exists(pid: int) -> bool:
@@ -145,7 +132,7 @@ def _exists(pid: int) -> bool:
     return True
 
 
-Launched: TypeAlias = Forked | Spawned | Served
+Launched: TypeAlias = Child | Served
 """A process that was started."""
 
 
@@ -532,10 +519,10 @@ class Starter:
         job = self._job
         if job.start_method == "fork":
             given = ends, self._config, start, self._loaded, self._source, job.on_error
-            return Forked(functools.partial(main_forked, *given))
+            return fork(functools.partial(main_forked, *given))
         if job.start_method == "spawn":
             fds = ends.sock.fileno(), ends.lifeline.fileno()
-            return Spawned(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
+            return Child(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
         return server.fork(ends.sock, ends.lifeline)
 
     def _close_payload_after(self, index: int) -> None:

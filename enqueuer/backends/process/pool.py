@@ -91,8 +91,8 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         resources.callback(at_exit.cancel)
         try:
             if self._does_tasks:
-                resources.callback(self.dispatch.close)
                 queue = self.dispatch.open()
+                resources.callback(self.dispatch.close)
             self._starter.open(resources, queue)
             self._wake, self._woken = socket.socketpair()
             for end in (self._wake, self._woken):
