@@ -23,8 +23,9 @@ class Reaped:
 
 @pytest.fixture
 def child():
-    """Return a forked child that ends at once."""
-    return fork(lambda: os._exit(7))
+    """Yield a forked child that ends at once."""
+    with contextlib.closing(fork(lambda: os._exit(7))) as child:
+        yield child
 
 
 def test_no_pidfd_of_another_process_is_opened():

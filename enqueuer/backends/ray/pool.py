@@ -221,10 +221,8 @@ class Actor:
 
     def measure(self) -> WorkerStats:
         """Return the last known statistics of the actor."""
-        now = self.last_stats
-        if now is None:
-            nothing = Meter().words, (0, 0), usage.Usage()
-            now = worker_stats(self, *nothing, self.began)
+        nothing = Meter().words, (0, 0), usage.Usage()
+        now = self.last_stats or worker_stats(self, *nothing, self.began)
         return dataclasses.replace(now, name=str(self), started=self.began)
 
     def keep_stats(self, stats: WorkerStats) -> None:
@@ -318,11 +316,10 @@ class ActorDispatch(Dispatch[Actor]):
     def pack(self, tickets: Sequence[Ticket]) -> Sequence[bytes]:
         return [task_queue.pack(ticket, are_forked=False) for ticket in tickets]
 
-    def offer(self, tickets: Sequence[tuple[int, bytes]]) -> int:
+    def offer(self, numbers: Sequence[int], packed: Sequence[bytes]) -> None:
         with self._lock:
-            self._waiting.extend(tickets)
+            self._waiting.extend(zip(numbers, packed, strict=True))
             self._assign_waiting_locked()
-        return len(tickets)
 
     def assign(self, worker: Actor, number: int, packed: bytes) -> None:
         with self._lock:
