@@ -125,10 +125,6 @@ class TaskOrder:
         if state is not None:
             self._states[number + 1] = state
 
-    def is_of_next(self, number: int) -> bool:
-        """Return whether a task belongs to the next epoch."""
-        return self.end is not None and number >= self.end
-
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""
         return number < self.next or number in self.taken
@@ -237,15 +233,12 @@ class ReorderBuffer:
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a skipped error that `peek` has returned; again does nothing."""
-        errors = self._skipped.get(failure.number)
+        errors = self._skipped.get(failure.number, deque())
         if errors and errors[0] is failure:
-            rest = deque(errors)
-            del rest[0]
-            # One store.
-            if rest:
-                self._skipped[failure.number] = rest
-            else:
-                del self._skipped[failure.number]
+            del errors[0]
+        # It may stay empty after an exception here; then items are taken one by one.
+        if not errors:
+            self._skipped.pop(failure.number, None)
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
@@ -533,7 +526,8 @@ class TaskSchedule(Generic[W]):
 
     def has_next_of(self, order: Order) -> bool:
         """Return whether there are tasks of the epoch after this one. Called by any thread."""
-        return isinstance(order, TaskOrder) and order.is_of_next(self._last)
+        end = order.end if isinstance(order, TaskOrder) else None
+        return end is not None and self._last >= end
 
     def waiting(self) -> int:
         """Return how many results of the epoch that the loop reads wait. Called by any thread.

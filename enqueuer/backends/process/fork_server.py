@@ -48,8 +48,8 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
     # The socket for the answers about each child, by its pid.
     children: dict[int, int] = {}
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The program may have raised its own limit since, and have many workers.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    # The program may raise its own limit later, and have many workers.
+    _limit_descriptors(limits[1], limits[1])
     with _deaths() as deaths:
         poller = select.poll()
         for one in (packets, deaths):
@@ -69,7 +69,7 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
                     packets.close()
                     for other in (status, *children.values()):
                         os.close(other)
-                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                    _limit_descriptors(*limits)
                     return fds[0], fds[1]
                 children[pid] = status
                 _answer(status, pid)
@@ -78,6 +78,12 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
             if packets.ended:
                 packets.close()
                 return None
+
+
+def _limit_descriptors(soft: int, hard: int) -> None:
+    # A system may refuse the limit that it has set itself.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextlib.contextmanager
