@@ -9,7 +9,10 @@ r"""One worker process as the consumer's process sees it: its start, its state, 
 
 The fork server (`fork_server.py`) and the spawn are our own. The spawn of multiprocessing reads and
 fixes the global start method, and imports the user's main module in the child, so scripts need a
-guard. A child receives its job over its channel.
+guard. A child receives its job over its channel; all workers have one payload.
+
+    Starter.start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has
+                     are closed here -> ProcessWorker
 """
 
 from __future__ import annotations
