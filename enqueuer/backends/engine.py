@@ -204,9 +204,13 @@ class Engine(Generic[W]):
 
     # --- what is known of the workers ---
 
-    def measures(self) -> list[WorkerStats]:
-        """Return what each worker has done so far, with those that it has replaced."""
-        return self._measures_of(self.workers())
+    def measures(self, workers: list[W] | None = None) -> list[WorkerStats]:
+        """Return what some workers, or all, have done so far, with those that they replaced."""
+        measures = self.pool.measures(self.workers() if workers is None else workers)
+        if self._concurrency > 1:
+            measures = [dataclasses.replace(m, concurrency=self._concurrency) for m in measures]
+        before = self._before
+        return [now.after(before[now.index]) if now.index in before else now for now in measures]
 
     def workers(self) -> list[W]:
         """Return the workers, without those that are leaving."""
@@ -221,12 +225,6 @@ class Engine(Generic[W]):
         # The awaited worker comes first.
         snapshots.sort(key=lambda worker: turn not in worker.shards)
         return WaitSnapshot(self.schedule.awaited(order), self.schedule.waiting(), snapshots)
-
-    def _measures_of(self, workers: list[W]) -> list[WorkerStats]:
-        measures, before = self.pool.measures(workers), self._before
-        if self._concurrency > 1:
-            measures = [dataclasses.replace(m, concurrency=self._concurrency) for m in measures]
-        return [now.after(before[now.index]) if now.index in before else now for now in measures]
 
     # --- deaths ---
 
@@ -273,7 +271,7 @@ class Engine(Generic[W]):
             return None
         if death.counts:
             restarts.add(place)
-        (self._before[dead.index],) = self._measures_of([dead])
+        (self._before[dead.index],) = self.measures([dead])
         workers[workers.index(dead)] = new
         self.pool.discard(dead)
         _log.warning(

@@ -106,17 +106,17 @@ class InlineWorker(ThreadSender):
 
     # --- the loop ---
 
-    @property
-    def has_work(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._turns or self._epochs or self._offered)
-
-    def step(self) -> None:
+    def step(self) -> bool:
         """Run until something was sent, or the worker cannot go on.
+
+        Returns:
+            False if there is nothing to do.
 
         Raises:
             KeyboardInterrupt: The user has interrupted it.
         """
+        if not (self._turns or self._epochs or self._offered):
+            return False
         self.meter.resume()
         try:
             with self._globals():
@@ -129,6 +129,7 @@ class InlineWorker(ThreadSender):
             raise
         finally:
             self.meter.pause(WAITING)
+        return True
 
     def _advance(self) -> None:
         channel: Any = self._recorder or self
@@ -173,9 +174,8 @@ class InlineDispatch(Dispatch[InlineWorker]):
     def __init__(self) -> None:
         self.tickets: deque[Ticket] = deque()
 
-    def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
-        self.tickets.extend(ticket for _, ticket in tickets)
-        return len(tickets)
+    def offer(self, numbers: Sequence[int], packed: Sequence[Ticket]) -> None:
+        self.tickets.extend(packed)
 
     def assign(self, worker: InlineWorker, number: int, packed: Ticket) -> None:
         self.tickets.appendleft(packed)
@@ -227,16 +227,13 @@ class InlinePool(WorkerPool[InlineWorker]):
             if self._is_closed or not self.workers:
                 return True
             (worker,) = self.workers
-            if not worker.has_work:
-                return False
             self._runner = threading.get_ident()
             try:
-                worker.step()
+                return worker.step()
             finally:
                 self._runner = None
                 if self._is_closed:
                     worker.close()
-            return True
 
     def discard(self, worker: InlineWorker) -> None:
         worker.close()

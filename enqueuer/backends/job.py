@@ -124,6 +124,12 @@ class Job:
             for w in range(workers)
         ]
 
+    def quota_of(self, worker: int) -> tuple[int, int | None]:
+        """Return the share of a worker of shards in the queue: items, and bytes if these count."""
+        count, size = min(self.workers, len(self.own)), self.max_queue_bytes
+        share = None if size is None else size // count
+        return split_bound(self.max_queue_size, count)[worker], share
+
 
 def default_method() -> str:
     """Return the start method for what can be pickled: safe with threads in the parent."""

@@ -194,15 +194,12 @@ class Dispatch(Protocol[W_contra]):
         """
         return tickets
 
-    def offer(self, tickets: Sequence[tuple[int, Any]]) -> int:
-        """Let free workers do the first of some tasks.
+    def offer(self, numbers: Sequence[int], packed: Sequence[Any]) -> None:
+        """Let free workers do some tasks, by their numbers and their packed tickets."""
 
-        Args:
-            tickets: Numbers of tasks and their packed tickets, at least one.
-
-        Returns:
-            How many of them there was room for; more may be offered unless it is 0.
-        """
+    def feed(self) -> None:
+        """Send what was offered when there was no room for it; called when results have come."""
+        return None
 
     def assign(self, worker: W_contra, number: int, packed: Any) -> None:
         """Have one worker do a task, before those that were offered: a dead one's, or its own."""
@@ -212,7 +209,10 @@ class Dispatch(Protocol[W_contra]):
         return ()
 
     def safe(self) -> Container[int]:
-        """Return the numbers of the tasks that no worker has begun or that a living worker has."""
+        """Return the numbers of the tasks that no worker has begun or that a living worker has.
+
+        Those that were offered and not sent are among them.
+        """
 
     def forget(self, worker: W_contra) -> None:
         """Forget what a worker was assigned that has ended."""

@@ -17,7 +17,7 @@ import functools
 import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat, starmap, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, Generic, TypeAlias, cast
 
 from enqueuer.backends.lifecycle import DeathPlace
@@ -124,10 +124,6 @@ class TaskOrder:
                 del self._states[old]
         if state is not None:
             self._states[number + 1] = state
-
-    def is_of_next(self, number: int) -> bool:
-        """Return whether a task belongs to the next epoch."""
-        return self.end is not None and number >= self.end
 
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""
@@ -237,15 +233,12 @@ class ReorderBuffer:
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a skipped error that `peek` has returned; again does nothing."""
-        errors = self._skipped.get(failure.number)
+        errors = self._skipped.get(failure.number, deque())
         if errors and errors[0] is failure:
-            rest = deque(errors)
-            del rest[0]
-            # One store.
-            if rest:
-                self._skipped[failure.number] = rest
-            else:
-                del self._skipped[failure.number]
+            del errors[0]
+        # It may stay empty after an exception here; then items are taken one by one.
+        if not errors:
+            self._skipped.pop(failure.number, None)
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
@@ -394,8 +387,6 @@ _MOST_ASSIGNED = 4
 # The hash of an enum, which a set needs, is a function in Python.
 _RUNNING = WorkerState.RUNNING
 _number_of: Callable[[Ticket], int] = operator.itemgetter(0)
-# Keeps nothing.
-_forget_all = deque[object](maxlen=0).extend
 
 
 class TaskSchedule(Generic[W]):
@@ -424,15 +415,17 @@ class TaskSchedule(Generic[W]):
         ...     def head(self): return False
         ...     def acknowledge(self): pass
         >>> class OneEach:
-        ...     least, tasks, pack = 1, {}, staticmethod(list)
-        ...     def offer(self, tickets):
+        ...     unsent, tasks, pack = [], {}, staticmethod(list)
+        ...     def offer(self, numbers, packed):
+        ...         self.unsent += numbers
         ...         free = [worker for worker in workers if worker not in self.tasks]
-        ...         self.tasks.update((worker, tickets[0][0]) for worker in free[:1])
-        ...         return len(free[:1])
+        ...         self.tasks.update((worker, self.unsent.pop(0)) for worker in free[:1])
+        ...     def feed(self): pass
         ...     def assign(self, worker, number, packed): self.tasks[worker] = number
         ...     def current(self, worker): return [self.tasks[worker]]
         ...     def safe(self):
-        ...         return [n for w, n in self.tasks.items() if w.state is WorkerState.RUNNING]
+        ...         own = [n for w, n in self.tasks.items() if w.state is WorkerState.RUNNING]
+        ...         return own + self.unsent
         ...     def forget(self, worker): del self.tasks[worker]
         >>> workers = [Worker(), Worker()]
         >>> schedule = TaskSchedule(workers, dispatch := OneEach(), bunch=1, measure=False)
@@ -440,7 +433,7 @@ class TaskSchedule(Generic[W]):
         >>> for number in range(4):
         ...     schedule.submit([Ticket(number, 0, (number,))])
         >>> schedule.next_step(order), schedule.results.outstanding, dispatch.safe()
-        (False, 4, [0, 1])
+        (False, 4, [0, 1, 2, 3])
         >>> workers[1].state = WorkerState.DEAD
         >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
         (True, 'task 1')
@@ -460,7 +453,7 @@ class TaskSchedule(Generic[W]):
         self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
         # Not used: the reorder buffer and the order know which results were taken.
         self._taken = AsTheyCome({})
-        # Numbers of tasks, and their packed tickets.
+        # Numbers of tasks, and their packed tickets, that wait for the worker whose turn they are.
         self._unsent: deque[tuple[int, Any]] = deque()
         # Number of the last task.
         self._last = -1
@@ -490,36 +483,24 @@ class TaskSchedule(Generic[W]):
         """
         if not tickets:
             return
-        # Threads take any number of tickets at once, as they are.
-        offer_all = None if self._unsent else getattr(self.dispatch, "offer_all", None)
-        packed = tickets if offer_all is not None else self.dispatch.pack(tickets)
+        packed = self.dispatch.pack(tickets)
         numbers = list(map(_number_of, tickets))
         self.results.tickets.update(zip(numbers, tickets, strict=True))
         self._last = numbers[-1]
-        if offer_all is not None:
-            offer_all(tickets)
-            return
-        self._unsent.extend(zip(numbers, packed, strict=True))
-        self._offer()
+        self._offer(numbers, packed)
 
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be submitted."""
         self._last = failure.number
         self.results.fail(failure.number, failure)
 
-    def _offer(self) -> None:
-        """Send tickets as long as there is room for them; the rest is sent when results come."""
-        unsent = self._unsent
+    def _offer(self, numbers: Sequence[int], packed: Sequence[Any]) -> None:
+        """Let free workers do some tasks, or the workers whose turn they are."""
         if self._in_turn:
-            # A signal handler's exception between two steps would have a task run twice.
-            with interrupts.held():
-                self._assign_in_turn()
-            return
-        while unsent:
-            sent = self.dispatch.offer(unsent)
-            if not sent:
-                return
-            _forget_all(starmap(unsent.popleft, repeat((), sent)))
+            self._unsent.extend(zip(numbers, packed, strict=True))
+            self._assign_in_turn()
+        else:
+            self.dispatch.offer(numbers, packed)
 
     def _assign_in_turn(self) -> None:
         """Assign the tickets, as long as their workers live and have few."""
@@ -527,12 +508,14 @@ class TaskSchedule(Generic[W]):
         waiting = {number for number, _ in unsent}
         out = Counter(self._place(n) for n in self.results.undone() if n not in waiting)
         living = {w.index: w for w in self._workers if w.state not in HAS_ENDED}
-        for number, packed in list(unsent):
-            place = self._place(number)
-            if place in living and out[place] < _MOST_ASSIGNED:
-                out[place] += 1
-                self.dispatch.assign(living[place], number, packed)
-                unsent.remove((number, packed))
+        # A signal handler's exception between two steps would have a task run twice.
+        with interrupts.held():
+            for number, packed in list(unsent):
+                place = self._place(number)
+                if place in living and out[place] < _MOST_ASSIGNED:
+                    out[place] += 1
+                    self.dispatch.assign(living[place], number, packed)
+                    unsent.remove((number, packed))
 
     def _place(self, number: int) -> int | None:
         """Return the index of the worker whose turn a task is; None if the loop has the result."""
@@ -543,7 +526,8 @@ class TaskSchedule(Generic[W]):
 
     def has_next_of(self, order: Order) -> bool:
         """Return whether there are tasks of the epoch after this one. Called by any thread."""
-        return isinstance(order, TaskOrder) and order.is_of_next(self._last)
+        end = order.end if isinstance(order, TaskOrder) else None
+        return end is not None and self._last >= end
 
     def waiting(self) -> int:
         """Return how many results of the epoch that the loop reads wait. Called by any thread.
@@ -562,15 +546,16 @@ class TaskSchedule(Generic[W]):
         ended = self._collect()
         if ended is not None:
             return ended
+        self.dispatch.feed()
         if self._unsent:
-            self._offer()
+            self._assign_in_turn()
         found = self.results.peek(order)
         if isinstance(found, Failure):
             return found
         if found or order.done:
             return True
-        # Any message makes room for what was not sent, and the size of any result is of use.
-        # So does any result of a replay, in which more tasks may be out than there is room for.
+        # Any message may let a worker have its next ticket, and the size of any result is of use.
+        # So is any result of a replay, in which more tasks may be out than there is room for.
         is_any = self._unsent or self.results.measures or order.replay
         self.dispatch.awaited = None if is_any else order.only()
         return False
@@ -672,8 +657,8 @@ class TaskSchedule(Generic[W]):
 
     def part_with(self, leaver: W) -> None:
         """Let others do what a worker that was asked to exit has not done."""
-        for number in sorted(self._lost(), reverse=True):
-            self._unsent.appendleft((number, self._rerun_ticket(number)))
+        lost = sorted(self._lost())
+        self._offer(lost, list(map(self._rerun_ticket, lost)))
         self.dispatch.forget(leaver)
 
     def _rerun_ticket(self, number: int) -> Any:

@@ -50,10 +50,6 @@ class Trace:
         self._users = 0
         self._target: TraceTarget | None = None
         self._track: Track | None = None
-        self._restarts = Restarts(0)
-        self._meter = LoopMeter()
-        # Time at which the loop asked for the next item.
-        self._asked = 0
         # Time at which the loop took the item that it works on; 0: it has none.
         self._taken = 0
         self._item = 0, 0
@@ -147,7 +143,7 @@ class Trace:
             self.instant("epoch", {"epoch": epoch})
 
     def ask(self) -> None:
-        """Note that the loop asks for an item; until it waits, it reads elements."""
+        """Note when the loop asks for an item; until it waits, it reads elements."""
         self._asked = _now()
 
     def wait(self, backend: Engine[Any], order: Order, deadline: float | None) -> Failure | None:

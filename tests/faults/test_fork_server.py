@@ -9,8 +9,6 @@ from helpers import METHODS, alive, pid_of, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.process import fork_server
-from enqueuer.backends.process.fork_server import REQUEST
-from enqueuer.transport.packets import Packets
 
 if "forkserver" not in METHODS:
     pytest.skip("needs a fork server", allow_module_level=True)
@@ -21,6 +19,10 @@ def pids(shard):
         yield os.getpid()
 
 
+def interrupted(sock, timeout):
+    raise KeyboardInterrupt
+
+
 def serve():
     return GeneratorEnqueuer(pids, backend=Processes(start_method="forkserver"))
 
@@ -28,12 +30,9 @@ def serve():
 def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypatch):
     """Each start would get the process of the one before it, and end another one's worker."""
 
-    def interrupted(packets):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # The answer is never read.
-        patch.setattr(Packets, "drain", interrupted)
+        patch.setattr(fork_server, "readable", interrupted)
         serve().start()
     with serve() as first, serve() as second:
         own = [next(iter(enqueuer)) for enqueuer in (first, second)]
@@ -43,46 +42,62 @@ def test_an_interrupted_start_does_not_shift_the_answers_to_later_ones(monkeypat
 
 
 def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
-    forked = []
-    drain = Packets.drain
+    forked, readable = [], fork_server.readable
 
-    def interrupted(packets):
-        drain(packets)
-        if packets.received:
-            server = psutil.Process(fork_server.server.popen.pid)
-            forked.extend(child.pid for child in server.children())
-            raise KeyboardInterrupt
+    def interrupted_at_the_answer(sock, timeout):
+        assert readable(sock, timeout)
+        server = psutil.Process(fork_server.server.popen.pid)
+        forked.extend(child.pid for child in server.children())
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Packets, "drain", interrupted)
+        patch.setattr(fork_server, "readable", interrupted_at_the_answer)
         serve().start()
     (pid,) = forked
     wait_until(lambda: not alive(pid))
-    assert not fork_server.server.open_requests
 
 
-def test_interrupted_starts_do_not_pile_up_requests(monkeypatch):
-    """A socket that is full of requests would let the next one wait for ever."""
-    sent, send = [], Packets.send
-
-    def interrupted(packets):
-        raise KeyboardInterrupt
-
-    def counted(packets, *args, **options):
-        if len(args) > 1 and len(args[0]) == REQUEST.size:
-            sent.append(args)
-        return send(packets, *args, **options)
-
+def test_a_start_after_many_interrupted_ones_gets_its_own_worker(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Packets, "drain", interrupted)
-        patch.setattr(Packets, "send", counted)
-        for _ in range(4):
+        patch.setattr(fork_server, "readable", interrupted)
+        for _ in range(20):
             with pytest.raises(KeyboardInterrupt):
                 serve().start()
-    # None, if an earlier start has left one.
-    assert len(sent) <= 1
     with serve() as enqueuer:
         assert next(iter(enqueuer)) == pid_of(enqueuer)
+
+
+STOPPED = """
+    import os, signal
+    import helpers
+    from enqueuer import GeneratorEnqueuer, Processes, StartError
+    from enqueuer.backends.process import fork_server
+
+    def serve():
+        return GeneratorEnqueuer(helpers.twelve, backend=Processes(start_method="forkserver"))
+
+    def interrupted(sock, timeout):
+        raise KeyboardInterrupt
+
+    assert list(serve()) == list(range(12))
+    os.kill(fork_server.server.popen.pid, signal.SIGSTOP)
+    readable, fork_server.readable = fork_server.readable, interrupted
+    for _ in range(10_000):
+        try:
+            serve().start()
+        except KeyboardInterrupt:
+            continue
+        except StartError as error:
+            print(error)
+            break
+    fork_server.readable = readable
+    assert list(serve()) == list(range(12))
+"""
+
+
+def test_a_server_that_reads_no_requests_is_killed(tmp_path):
+    """A socket that is full of requests would let the next start wait for ever."""
+    assert run_program(tmp_path, STOPPED) == (0, fork_server._NO_ANSWER + "\n", "")
 
 
 PRELOADING = """

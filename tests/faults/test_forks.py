@@ -177,7 +177,7 @@ def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tm
         import os, sys, warnings
         from helpers import twelve
         from enqueuer import GeneratorEnqueuer, Processes
-        from enqueuer.backends.process.starter import Starter
+        from enqueuer.backends.process.handle import Starter
 
         warnings.simplefilter("ignore", DeprecationWarning)
         start = Starter.start

@@ -22,7 +22,7 @@ from serial import SEED, Source, instead, plain, serial
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.process import handle, starter
+from enqueuer.backends.process.handle import Starter
 from enqueuer.enqueuers.enqueuer import core_of
 
 ROUNDS = int(os.environ.get("ENQUEUER_ROUNDS", "1"))
@@ -502,15 +502,15 @@ def twenty(shard):
 
 def with_a_replacement_that_meets(act, process, monkeypatch):
     """Kill a worker; call `act` with the process that is started in its place, once."""
-    launched = []
+    launched, really = [], Starter.launch
 
     def launch(*args):
-        launched.append(handle.launch(*args))
+        launched.append(really(*args))
         if len(launched) == 3:
             act(launched[-1])
         return launched[-1]
 
-    monkeypatch.setattr(starter, "launch", launch)
+    monkeypatch.setattr(Starter, "launch", launch)
     options = dict(workers=2, max_queue_size=2, max_restarts=2, **process)
     with GeneratorEnqueuer(twenty, **options) as enqueuer:
         batches = iter(enqueuer)

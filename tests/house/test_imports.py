@@ -80,7 +80,7 @@ THIRD_PARTIES = {
 # modules that are missing on some systems, and those that a first start by fork does not need.
 INNER = {
     ("backends.process.child", "enqueuer"),
-    ("backends.process.starter", "enqueuer"),
+    ("backends.process.handle", "enqueuer"),
     ("backends.stall", "json"),
     ("cli.commands", "enqueuer"),
     ("common.packed_list", "pathlib"),
@@ -192,7 +192,6 @@ LATE = {
         "cloudpickle",
         "cloudpickle.cloudpickle",
         "enqueuer.backends.payload",
-        "enqueuer.backends.process.shared_objects",
         "uuid",
     },
 }

@@ -2,14 +2,11 @@
 
 import contextlib
 import os
-import socket
 
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.process import handle
-from enqueuer.backends.process.handle import open_pidfd
-from enqueuer.common.descriptors import Descriptor
+from enqueuer.backends.process.handle import fork, open_pidfd
 
 
 class Reaped:
@@ -27,13 +24,8 @@ class Reaped:
 @pytest.fixture
 def child():
     """Yield a forked child that ends at once."""
-    ours, its = socket.socketpair()
-    its_lifeline, lifeline = map(Descriptor, os.pipe())
-    try:
-        yield handle.launch("fork", its, its_lifeline, lambda: os._exit(7), {})
-    finally:
-        for end in (ours, its, its_lifeline, lifeline):
-            end.close()
+    with contextlib.closing(fork(lambda: os._exit(7))) as child:
+        yield child
 
 
 def test_no_pidfd_of_another_process_is_opened():

@@ -3,7 +3,7 @@
 import pytest
 
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.ray.handle import Actor
+from enqueuer.backends.ray.pool import Actor
 
 
 class ActorDiedError(Exception):

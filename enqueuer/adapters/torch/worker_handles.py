@@ -12,7 +12,7 @@ import signal
 from typing import Any, NoReturn
 
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.process.handle import ProcessWorker, has_ended, wait_for_exitcode
+from enqueuer.backends.process.handle import ProcessWorker
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
 
@@ -62,8 +62,8 @@ class WorkerHandle:
         worker = self._worker
         # Once it was reaped, another process may have its pid.
         if worker.exitcode is None and worker.state is not WorkerState.ENDED:
-            worker.exitcode = wait_for_exitcode(worker, timeout)
-            return worker.exitcode is not None or has_ended(worker) or not worker.process.has_pid()
+            worker.wait_for_exitcode(timeout)
+            return worker.exitcode is not None or worker.has_ended() or not worker.process.has_pid()
         return True
 
 

@@ -2,6 +2,15 @@
 
     signals -> lifeline -> READY -> the job -> logs -> the source -> serve() -> last logs -> exit
 
+For a stall report, the parent asks for the Python stack, whatever the worker does:
+
+    ask_stacks() --a signal--> worker: faulthandler, in C --the stack as text--> parent's pipe
+
+The signal's handler needs no GIL and runs no Python, unless the worker's own thread waits for
+others. So a worker answers from the middle of a sleep, a loop in C or a deadlock. Only one that is
+stopped, or hangs in the system, does not. A worker that has its pipe says so by one byte; no worker
+is signalled before, since the signal would end it.
+
 Everything that can fail because of the user's code (importing it, unpickling the source) comes
 after READY, so that it reaches the consumer as an error with a traceback.
 """
@@ -16,10 +25,10 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -29,8 +38,8 @@ except ImportError:
     # Windows has none.
     fcntl = None  # type: ignore[assignment]
 
-from enqueuer.backends.process import stack_dump
 from enqueuer.backends.process.fork_server import readable, serve_forks
+from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.memory import read_payload
@@ -40,6 +49,7 @@ from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
+from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, serve_failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import Source
@@ -48,6 +58,10 @@ from enqueuer.workers.tasks import TaskSource
 # Most sources are loaded with it, so a fork server imports it once for all workers. A worker that
 # has run out of descriptors or memory could not import it.
 _OFTEN_LOADED = "cloudpickle"
+# A signal that no program uses; macOS has no others.
+ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
+# Eleven days, which every way of waiting accepts.
+_FOREVER_S = 1e6
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -110,14 +124,33 @@ class ProcessStart(NamedTuple):
     shared: int
 
 
+class Ends(NamedTuple):
+    """A worker's ends of what connects it with its parent.
+
+    Attributes:
+        sock: Its end of the channel.
+        lifeline: Reading end of a pipe whose other end only the parent has.
+        ring: Ring of the channel.
+        stack: Pipe for its stack; None: it is never asked.
+        tasks: Socket from which it takes tickets; None for shards.
+    """
+
+    sock: socket.socket
+    lifeline: Descriptor
+    ring: Ring
+    stack: Descriptor | None
+    tasks: socket.socket | None
+
+
 def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
-    packets = _begin(socket.socket(fileno=sock_fd), Descriptor(lifeline_fd))
+    sock, lifeline = socket.socket(fileno=sock_fd), Descriptor(lifeline_fd)
+    packets = _begin(sock, lifeline)
     data, (payload_fd, ring_fd, *others) = _next_packet(packets)
     start: ProcessStart = pickle.loads(data)
     stack = Descriptor(others.pop(0)) if start.is_asked else None
-    task_socket = socket.socket(fileno=others[0]) if others else None
-    ring = Ring.of(ring_fd)
+    tasks = socket.socket(fileno=others[0]) if others else None
+    ends = Ends(sock, lifeline, Ring.of(ring_fd), stack, tasks)
     os.close(ring_fd)
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
@@ -137,36 +170,30 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             raise OSError(errno.EMFILE, text)
         if shared:
             # Most sources share nothing.
-            from enqueuer.backends.process.shared_objects import handed
+            from enqueuer.backends.payload import handed
 
             given = handed(shared, tracker)
         with given:
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 
-    _work(ItemSender(packets, ring, start.credit, task_socket), config, start, load, stack)
+    _work(packets, ends, config, start, load)
     _leave()
 
 
 def main_forked(
-    sock: socket.socket,
-    lifeline: Descriptor,
-    ring: Ring,
+    ends: Ends,
     config: ProcessConfig,
-    loaded: native.Loaded | None,
     start: ProcessStart,
+    loaded: native.Loaded,
     source: Source | TaskSource,
     on_error: OnError,
-    task_socket: socket.socket | None,
-    stack: Descriptor | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
-    packets = _begin(sock, lifeline)
+    packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
-    if loaded is not None:
-        loaded.limit()
-    channel = ItemSender(packets, ring, start.credit, task_socket)
-    _work(channel, config, start, lambda: (source, on_error), stack)
+    loaded.limit()
+    _work(packets, ends, config, start, lambda: (source, on_error))
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -246,18 +273,28 @@ def _arm(lifeline: Descriptor) -> None:
 
 def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:
     """Wait for a packet of the parent, and take it."""
-    poller = select.poll()
-    poller.register(packets.fileno(), select.POLLIN)
     while not packets.received:
         if packets.ended:
             # The parent has closed the channel.
             os._exit(1)
-        poller.poll()
+        readable(packets, _FOREVER_S)
         packets.drain()
     return packets.received.popleft()
 
 
-def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) -> None:
+def _work(
+    packets: Packets,
+    ends: Ends,
+    config: ProcessConfig,
+    start: ProcessStart,
+    load: Callable[[], tuple[Source | TaskSource, OnError]],
+) -> None:
+    pid = os.getpid()
+    channel = ItemSender(packets, ends.ring, start.credit, ends.tasks)
+    sender: ItemSender | SharedSender = channel
+    _answer_by(ends.stack)
+    if ends.tasks is not None:
+        close_in_children(ends.tasks)
     # Log records contain this name.
     multiprocessing.current_process().name = f"enqueuer-worker-{start.worker}"
     if config.keep_freed_memory:
@@ -265,21 +302,6 @@ def _prepare(channel: ItemSender, config: ProcessConfig, start: ProcessStart) ->
     arrays.set_maker(channel.blocks.pool.make)
     if config.worker.levels is not None:
         logs.forward(channel.send_record, config.worker.levels)
-
-
-def _work(
-    channel: ItemSender,
-    config: ProcessConfig,
-    start: ProcessStart,
-    load: Callable[[], tuple[Source | TaskSource, OnError]],
-    stack: Descriptor | None,
-) -> None:
-    pid = os.getpid()
-    stack_dump.answer(stack)
-    if channel.task_socket is not None:
-        close_in_children(channel.task_socket)
-    _prepare(channel, config, start)
-    sender: ItemSender | SharedSender = channel
     try:
         source, on_error = load()
     except BaseException as error:
@@ -294,3 +316,36 @@ def _work(
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)
     channel.close()
+
+
+def _answer_by(pipe: Descriptor | None) -> None:
+    """Answer questions for the stack. Called by the thread that runs the user's code.
+
+    Faulthandler writes only that thread's stack: those of others could change meanwhile. While it
+    waits for others, Python's handler writes where these are, in this thread. So there is no answer
+    then if C code holds the GIL.
+
+    Args:
+        pipe: The worker's end of its pipe; None: it is never asked.
+    """
+    if not ASK or pipe is None:
+        return
+    fd = pipe.fileno()
+
+    def write(number: int, frame: object) -> None:
+        data = encode_threads(snapshots_of(threading.get_ident()))
+        # The pipe may be full of answers that were not read.
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
+
+    def choose(has_others: bool) -> None:
+        faulthandler.unregister(ASK)
+        # One of Python's would come above that of faulthandler when `held()` puts it back. It
+        # interrupts system calls: the kernel would go on with a wait for a lock, without Python.
+        signal.signal(ASK, write if has_others else signal.SIG_IGN)
+        if not has_others:
+            faulthandler.register(ASK, file=fd, all_threads=False, chain=False)
+
+    choose(False)
+    on_others(choose)
+    os.write(fd, b"\n")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
@@ -32,6 +33,8 @@ _MOST_TICKETS = 32
 _MOST_INDICES = 100
 # Nanoseconds that the tasks of a packet may take, as another worker cannot take some of them.
 _PACKET_NS = 1_000_000
+# Keeps nothing.
+_forget_all = deque[object](maxlen=0).extend
 
 
 class QueueDispatch(Dispatch[ProcessWorker]):
@@ -49,8 +52,9 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._workers = workers
         self._are_forked = are_forked
         self._one_each = one_each
-        self._queue: TaskQueue | None = None
         self._is_closed = False
+        # Numbers of tasks and their tickets, for which there is no room in the queue yet.
+        self._unsent: deque[tuple[int, Ticket | bytes]] = deque()
         self._last_token = 0
         # Numbers of tasks by their tokens: of the queue, and of what one worker alone got.
         self._offered: dict[int, Sequence[int]] = {}
@@ -66,8 +70,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
     def close(self) -> None:
         """Close this process's ends of the queue."""
         self._is_closed = True
-        if self._queue is not None:
-            self._queue.close()
+        self._queue.close()
 
     @property
     def least(self) -> int:
@@ -79,29 +82,33 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             return tickets
         return [task_queue.pack(ticket, self._are_forked) for ticket in tickets]
 
-    def offer(self, tickets: Sequence[tuple[int, Ticket | bytes]]) -> int:
-        assert self._queue is not None
-        first = tickets[0][1]
-        most = 1
-        if isinstance(first, Ticket) and not self._one_each:
-            limit = max(1, _MOST_INDICES // len(first.indices))
-            # During a change of the workers there is none for a moment.
-            most = self._sizes.next(len(tickets), max(1, len(self._workers)), limit)
-        token = self._last_token + 1
-        numbers, chosen = zip(*itertools.islice(tickets, most), strict=True)
-        try:
-            if not self._queue.send(token, numbers[0], _body(chosen)):
-                return 0
-        except raised_here(OSError):
-            # stop() has closed the sockets while the loop's thread read an iterable.
-            if self._is_closed:
-                return 0
-            raise
-        self._last_token = token
-        self._offered[token] = numbers
-        if len(self._offered) > self._most_tokens:
-            self._forget_done()
-        return len(chosen)
+    def offer(self, numbers: Sequence[int], packed: Sequence[Ticket | bytes]) -> None:
+        self._unsent.extend(zip(numbers, packed, strict=True))
+        self.feed()
+
+    def feed(self) -> None:
+        unsent = self._unsent
+        while unsent:
+            most, (_, first) = 1, unsent[0]
+            if isinstance(first, Ticket) and not self._one_each:
+                limit = max(1, _MOST_INDICES // len(first.indices))
+                # During a change of the workers there is none for a moment.
+                most = self._sizes.next(len(unsent), max(1, len(self._workers)), limit)
+            token = self._last_token + 1
+            numbers, chosen = zip(*itertools.islice(unsent, most), strict=True)
+            try:
+                if not self._queue.send(token, numbers[0], _body(chosen)):
+                    return
+            except raised_here(OSError):
+                # stop() has closed the sockets while the loop's thread read an iterable.
+                if self._is_closed:
+                    return
+                raise
+            self._last_token = token
+            self._offered[token] = numbers
+            if len(self._offered) > self._most_tokens:
+                self._forget_done()
+            _forget_all(itertools.starmap(unsent.popleft, itertools.repeat((), len(chosen))))
 
     def assign(self, worker: ProcessWorker, number: int, packed: Ticket | bytes) -> None:
         self._last_token += 1
@@ -118,7 +125,8 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         To be woken for each quick task takes longer than the task. So the loop first sleeps until
         the packet of the awaited one is done, or should be: one of its tasks may be a slow one.
         """
-        number = self.awaited
+        # Any message makes room for what was not sent.
+        number = None if self._unsent else self.awaited
         is_patient = number is not None and self.least > 1 and number != self._slept_for
         self._slept_for = number
         if is_patient:
@@ -133,8 +141,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         return numbers
 
     def safe(self) -> Container[int]:
-        assert self._queue is not None
-        first, safe = self._queue.first(), set[int]()
+        first, safe = self._queue.first(), {number for number, _ in self._unsent}
         if first is not None:
             for token, numbers in self._offered.items():
                 if token >= first:
@@ -150,7 +157,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
 
     def _forget_done(self) -> None:
         """Forget the tokens that were taken and that no worker claims."""
-        assert self._queue is not None
         first = self._queue.first()
         claimed = {token for worker in self._workers for token in worker.inbox.claimed}
         self._offered = {

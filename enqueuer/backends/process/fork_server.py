@@ -1,7 +1,7 @@
 """The fork server: a fresh interpreter that runs no user code and forks workers on request.
 
-    this process  Server --request, the two descriptors of a worker--> serve_forks() --> workers
-                          <--pid, exit code, errno-------------------------
+    this process  Server --two descriptors of a worker, a socket--> serve_forks() --> workers
+                  Served <--its pid or an errno, its exit code, on that socket
 
 That of multiprocessing reads and fixes the global start method, imports the user's main module in
 the child (so scripts need a guard), and leaves a socket in the temporary directory.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -22,25 +22,20 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.common import interrupts
-from enqueuer.common.catching import raised_here, suppressed
+from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.workers import native
 
-# The number of a request.
-REQUEST = struct.Struct("<q")
-# Number of a request for nothing; the others begin with 1.
-NOTHING = 0
-# Kind, number of the request, and a value: the pid, or an errno times -1; the exit code.
-ANSWER = struct.Struct("<Bqq")
-STARTED, EXIT = 1, 2
+# What the server answers to a request: the pid of the child, or an errno times -1; then, once the
+# child has ended, its exit code.
+ANSWER = struct.Struct("<q")
 
 
 def serve_forks(fd: int) -> tuple[int, int] | None:
@@ -50,8 +45,11 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
         In a child, its two descriptors; in the server, None once the parent is gone.
     """
     packets = Packets(socket.socket(fileno=fd))
-    # Number of the request for each process, by its pid.
+    # The socket for the answers about each child, by its pid.
     children: dict[int, int] = {}
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The program may raise its own limit later, and have many workers.
+    _limit_descriptors(limits[1], limits[1])
     with _deaths() as deaths:
         poller = select.poll()
         for one in (packets, deaths):
@@ -62,24 +60,30 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
             with contextlib.suppress(BlockingIOError):
                 while deaths.recv(4096):
                     pass
-            _report(packets, children)
+            _report(children)
             packets.drain()
             while packets.received:
-                data, fds = packets.received.popleft()
-                (number,) = REQUEST.unpack(data)
-                try:
-                    pid = _fork(fds)
-                except OSError as error:
-                    _say(packets, STARTED, number, -(error.errno or 0))
-                    continue
+                _, (status, *fds) = packets.received.popleft()
+                pid = _fork(fds)
                 if pid == 0:
                     packets.close()
+                    for other in (status, *children.values()):
+                        os.close(other)
+                    _limit_descriptors(*limits)
                     return fds[0], fds[1]
-                children[pid] = number
-                _say(packets, STARTED, number, pid)
+                children[pid] = status
+                _answer(status, pid)
+                if pid < 0:
+                    os.close(children.pop(pid))
             if packets.ended:
                 packets.close()
                 return None
+
+
+def _limit_descriptors(soft: int, hard: int) -> None:
+    # A system may refuse the limit that it has set itself.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -104,37 +108,36 @@ def _deaths() -> Iterator[socket.socket]:
             signal.set_wakeup_fd(-1)
 
 
-def _report(packets: Packets, children: dict[int, int]) -> None:
+def _report(children: dict[int, int]) -> None:
     """Send the exit codes of all children that have ended."""
     while children:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, code = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        number = children.pop(pid, None)
         # A module that was preloaded has started the other processes.
-        if number is not None:
-            _say(packets, EXIT, number, os.waitstatus_to_exitcode(status))
+        if pid in children:
+            status = children.pop(pid)
+            _answer(status, os.waitstatus_to_exitcode(code))
+            os.close(status)
 
 
-def _say(packets: Packets, kind: int, number: int, value: int) -> None:
+def _answer(status: int, value: int) -> None:
     with contextlib.suppress(OSError):
-        packets.send(ANSWER.pack(kind, number, value))
+        os.write(status, ANSWER.pack(value))
 
 
 def _fork(fds: list[int]) -> int:
-    """Fork; only the child keeps `fds`.
-
-    Raises:
-        OSError: There is no room for a process, or there was none for the descriptors.
-    """
-    pid = -1
+    """Fork; only the child keeps `fds`. Return the pid, or an errno times -1."""
+    pid = -errno.EMFILE
     try:
-        if len(fds) != 2:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        with warnings.catch_warnings():
-            # Python 3.12 warns of other threads; numpy's BLAS has some, and stops them for a fork.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        # Fewer come if there is no room for them.
+        if len(fds) == 2:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of other threads. numpy's BLAS has some, and stops them for it.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+    except OSError as error:
+        pid = -(error.errno or errno.EAGAIN)
     finally:
         if pid != 0:
             for fd in fds:
@@ -210,19 +213,29 @@ _NO_ANSWER = (
 
 
 class Served:
-    """A child of the fork server; `wait` waits for its exit code."""
+    """A child of the fork server.
 
-    def __init__(self, pid: int, wait: Callable[[float], int | None]) -> None:
-        self.pid, self._wait = pid, wait
-        self._code: int | None = None
+    Args:
+        pid: Its pid.
+        status: Socket on which the server sends its exit code.
+    """
+
+    def __init__(self, pid: int, status: socket.socket) -> None:
+        self.pid, self._status = pid, status
 
     def exitcode(self, timeout: float) -> int | None:
-        if self._code is None:
-            self._code = self._wait(timeout)
-        return self._code
+        if not readable(self._status, timeout):
+            return None
+        # It stays there, for the next question. If the server was killed, none ever comes.
+        answer = self._status.recv(ANSWER.size, socket.MSG_PEEK)
+        return ANSWER.unpack(answer)[0] if answer else None
 
     def has_pid(self) -> bool:
-        return self.exitcode(-1) is None
+        return self.exitcode(0) is None
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._status.close()
 
 
 class Server:
@@ -231,8 +244,9 @@ class Server:
     The server ends when its socket does, at the latest with this process. Any thread may call
     anything.
 
-    Each answer bears the number of its request. So the answer to a request that an interrupt has
-    ended is taken for no other request. The child of such a request ends by its lifeline.
+    Each request has a socket of its own for the answers. So the answer to a request that an
+    interrupt has ended is taken for no other request. The child of such a request ends by its
+    lifeline.
     """
 
     def __init__(self) -> None:
@@ -240,15 +254,7 @@ class Server:
         self._lock = threading.RLock()
         self.popen: subprocess.Popen[bytes] | None = None
         self._packets: Packets | None = None
-        # Number of the last request, and of the last one that was answered by a child or an error.
-        self._requests = self._answered = 0
-        # Requests that wait for an answer or whose child lives; then the answers, by request.
-        self.open_requests: set[int] = set()
-        self._pids: dict[int, int] = {}
-        self._codes: dict[int, int] = {}
         self._owner = 0
-        # Number of waits of this thread, one within the other.
-        self._depth = 0
 
     def fork(self, sock: socket.socket, lifeline: Descriptor) -> Served:
         """Let the server fork a child that owns `sock` and `lifeline`.
@@ -260,7 +266,7 @@ class Server:
         with interrupts.held(), self._lock:
             for attempt in range(2):
                 try:
-                    number = self._ask_locked(sock, lifeline)
+                    pid, status = self._ask_locked(sock, lifeline)
                     break
                 except raised_here(TimeoutError):
                     # The server hangs, and so would another one.
@@ -268,16 +274,15 @@ class Server:
                         self.popen.kill()
                     self._leave_locked()
                     raise StartError(_NO_ANSWER) from None
-                except raised_here(OSError, EOFError):
+                except raised_here(ConnectionError):
                     # The server was killed; the next attempt starts a new one.
                     self._leave_locked()
                     if attempt:
                         raise StartError(_NO_SERVER) from None
-            pid = self._pids.pop(number)
-            if pid <= 0:
-                self.open_requests.discard(number)
+            if pid < 0:
+                status.close()
                 raise OSError(-pid, os.strerror(-pid))
-            return Served(pid, functools.partial(self.exitcode, self._packets, number))
+            return Served(pid, status)
 
     def begin(self) -> None:
         """Start a server unless there is one; the first fork waits for it.
@@ -287,74 +292,27 @@ class Server:
         with interrupts.held(), self._lock, contextlib.suppress(OSError):
             self._join_locked()
 
-    def exitcode(self, connection: Packets | None, number: int, timeout: float) -> int | None:
-        """Wait for a child's exit code from the server; None if none comes.
-
-        Args:
-            connection: Connection to the server that forked the child.
-            number: Number of the request for the child.
-            timeout: Seconds to wait at most.
-        """
-        with interrupts.held(), self._lock:
-            if connection is not self._packets:
-                # The server that forked it was killed, and no other can ask for its exit code.
-                return None
-            with suppressed(OSError, EOFError):
-                self._wait_locked(lambda: number in self._codes, timeout)
-            if number in self._codes:
-                self.open_requests.discard(number)
-            return self._codes.pop(number, None)
-
-    def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> int:
-        """Ask for a child, and wait for the answer; return the number of the request."""
+    def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> tuple[int, socket.socket]:
+        """Ask for a child; return its pid, or an errno times -1, and the socket of its answers."""
         self._join_locked()
         assert self._packets is not None
-        # One that an interrupt has ended: if they piled up, sending would have to wait.
-        self._wait_locked(lambda: self._answered == self._requests, _SERVER_START_S)
-        self._requests = number = self._requests + 1
-        self.open_requests.add(number)
-        try:
-            self._packets.send(REQUEST.pack(number), [sock.fileno(), lifeline.fileno()])
-            self._wait_locked(lambda: number in self._pids, _SERVER_START_S)
-        except BaseException:
-            self.open_requests.discard(number)
-            raise
-        return number
-
-    def _wait_locked(self, done: Callable[[], bool], timeout: float) -> None:
-        """Read until `done`; EOFError or TimeoutError if not. At 0 s, no signal handler runs."""
-        deadline = time.monotonic() + timeout
-        self._depth += 1
-        try:
-            while not done():
-                if self._packets is None or self._owner != os.getpid():
-                    raise EOFError
-                self._packets.drain()
-                while self._packets.received:
-                    self._keep(self._packets.received.popleft()[0])
-                if done():
-                    return
-                if self._packets.ended:
-                    raise EOFError
-                left = deadline - time.monotonic()
-                if left <= 0 or not interrupts.interruptible(readable, self._packets, left):
-                    raise TimeoutError
-        finally:
-            self._depth -= 1
-            if self._depth and self._packets is not None:
-                # A signal handler, or the garbage collector, has called this within another wait,
-                # whose answer may have been read here. A request for nothing, which has no
-                # descriptors, is answered too, and that answer wakes the other wait.
-                with contextlib.suppress(OSError):
-                    self._packets.send(REQUEST.pack(NOTHING))
-
-    def _keep(self, answer: bytes) -> None:
-        kind, number, value = ANSWER.unpack(answer)
-        if kind != EXIT and number != NOTHING:
-            self._answered = number
-        if number in self.open_requests:
-            answers = self._codes if kind == EXIT else self._pids
-            answers[number] = value
+        status, its = socket.socketpair()
+        with contextlib.ExitStack() as undo:
+            undo.callback(status.close)
+            with its:
+                # A child that kept the other end would hide the end of the server.
+                for end in (status, its):
+                    close_in_children(end)
+                fds = [end.fileno() for end in (its, sock, lifeline)]
+                # There is no room if the server has not read what interrupted starts have sent.
+                is_sent = self._packets.send(b"+", fds, wait=False)
+            if not is_sent or not interrupts.interruptible(readable, status, _SERVER_START_S):
+                raise TimeoutError
+            answer = status.recv(ANSWER.size)
+            if not answer:
+                raise ConnectionResetError
+            undo.pop_all()
+        return ANSWER.unpack(answer)[0], status
 
     def _join_locked(self) -> None:
         """Start a server unless this process has one that lives."""
@@ -379,9 +337,6 @@ class Server:
             # It is a child of the parent, so this process cannot wait for it.
             self.popen.returncode = 0
         self.popen = self._packets = None
-        self._answered = self._requests
-        for answers in (self.open_requests, self._pids, self._codes):
-            answers.clear()
 
     def end(self) -> None:
         """End the server, if there is one."""
@@ -391,7 +346,6 @@ class Server:
     def renew(self) -> None:
         """Forget, in a forked child, the parent's server and its lock."""
         self._lock = threading.RLock()
-        self._depth = 0
         self._leave_locked()
 
 
@@ -402,7 +356,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=server.renew)
 
 
-def readable(source: Packets | Descriptor, timeout: float) -> bool:
+def readable(source: socket.socket | Packets | Descriptor, timeout: float) -> bool:
     """Wait until there is something to read, at most `timeout` seconds; return whether there is."""
     # `select()` accepts no descriptor beyond 1023.
     poller = select.poll()

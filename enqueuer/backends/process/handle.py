@@ -9,103 +9,77 @@ r"""One worker process as the consumer's process sees it: its start, its state, 
 
 The fork server (`fork_server.py`) and the spawn are our own. The spawn of multiprocessing reads and
 fixes the global start method, and imports the user's main module in the child, so scripts need a
-guard. A child receives its job over its channel.
+guard. A child receives its job over its channel; all workers have one payload.
+
+    Starter.start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has
+                     are closed here -> ProcessWorker
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import multiprocessing.context
 import multiprocessing.popen_fork
 import os
-import select
+import pickle
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from enqueuer.backends.pool import Death, WorkerState
-from enqueuer.backends.process import fork_server
+from enqueuer.backends.job import Job
+from enqueuer.backends.pool import HAS_ENDED, Death, Stack, WorkerSnapshot, WorkerState
+from enqueuer.backends.process.child import (
+    ASK,
+    Ends,
+    ParentEnvironment,
+    ProcessConfig,
+    ProcessStart,
+    main_forked,
+)
 from enqueuer.backends.process.fork_server import (
     Served,
     fresh_interpreter,
     program,
     readable,
+    server,
     silent_children,
 )
-from enqueuer.backends.process.stack_dump import ASK, ASK_S, Stacks
+from enqueuer.backends.stall import decode_threads, parse
 from enqueuer.common.catching import raised_here, suppressed
-from enqueuer.common.descriptors import Descriptor, close_in_children, is_portable
+from enqueuer.common.descriptors import Closable, Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.transport.memory import write_payload
+from enqueuer.transport.packets import Packets, pair, send_descriptors
+from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
+from enqueuer.transport.ring import LIMIT, Ring, open_ring
+from enqueuer.transport.task_queue import TaskQueue
+from enqueuer.workers import logs, native
+from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Epoch
+from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.sources import FunctionSource, Source
+from enqueuer.workers.tasks import TaskSource
 
 
-def launch(
-    method: str,
-    sock: socket.socket,
-    lifeline: Descriptor,
-    forked: Callable[[], None],
-    environment: Mapping[str, str],
-) -> Launched:
-    """Start a process that has `sock` and `lifeline`.
+class Child:
+    """A child of this process, be it forked or a fresh interpreter.
 
-    Args:
-        method: "fork", "forkserver" or "spawn".
-        sock: The worker's end of its channel.
-        lifeline: Reading end of a pipe whose other end only this process has.
-        forked: Function that a forked child calls; the others call `child.main`.
-        environment: Variables that a fresh interpreter must have before it imports anything.
-    """
-    if method == "fork":
-        return _Forked(forked)
-    if method == "spawn":
-        fds = sock.fileno(), lifeline.fileno()
-        return _Spawned(fresh_interpreter(program("main", *fds), fds, environment))
-    return fork_server.server.fork(sock, lifeline)
-
-
-# Guards multiprocessing's list of children: Python 3.10 fails if one thread closes a process while
-# another one starts one. Reentrant, as the garbage collector may run under it.
-_children_lock = threading.RLock()
-
-
-def _renew_lock() -> None:
-    """Make a new lock in a forked child: a thread of the parent may hold the old one."""
-    global _children_lock
-    _children_lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
-class ForkProcess(multiprocessing.context.ForkProcess):
-    """A child that only its parent joins.
-
-    At its exit, multiprocessing joins all children that it knows of. In a copy of this process
-    that os.fork() has made, these are children of another process, and joining them is an error.
+    A forked one is a process of multiprocessing that is not on its list of children. At its exit,
+    multiprocessing joins all children on that list. In a copy of this process that os.fork() has
+    made, these are children of another process, and joining them is an error.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._owner = os.getpid()
-
-    def join(self, timeout: float | None = None) -> None:
-        if os.getpid() == self._owner:
-            super().join(timeout)
-
-
-class _Child:
-    """A child of this process."""
-
-    pid: int
+    def __init__(self, popen: subprocess.Popen[bytes] | multiprocessing.popen_fork.Popen) -> None:
+        self._popen, self.pid = popen, popen.pid
 
     def has_pid(self) -> bool:
         """Return whether `pid` is still its own; once it was reaped, another may have got it."""
@@ -117,52 +91,39 @@ class _Child:
             return False
         return True
 
-
-class _Forked(_Child):
-    """A child by fork."""
-
-    def __init__(self, target: Callable[[], None]) -> None:
-        self._process = ForkProcess(target=target)
-        # Not daemonic, so that it may have children. The lifeline ends it with this process.
-        self._process.daemon = False
-        try:
-            with _children_lock, silent_children():
-                self._process.start()
-        except AssertionError as error:
-            raise StartError(
-                "this process is a daemonic child of multiprocessing, which may not fork "
-                "workers (a worker of a DataLoader, perhaps); with a generator function "
-                "use backend=Processes(start_method='forkserver'), else backend='thread'"
-            ) from error
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
     def exitcode(self, timeout: float) -> int | None:
-        # Not join(timeout): it waits for a pipe, which a grandchild may hold open. Once the user's
-        # code has closed that pipe in the worker, it waits without a limit.
+        # Not wait(timeout) of multiprocessing: it waits for a pipe, which a grandchild may hold
+        # open. Once the user's code has closed that pipe in the worker, it waits without a limit.
         deadline = time.monotonic() + timeout
-        while (code := self._process.exitcode) is None and _exists(self.pid):
+        while (code := self._popen.poll()) is None and _exists(self.pid):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.001)
-        if code is not None:
-            with _children_lock:
-                self._process.close()
         return code
 
+    def close(self) -> None:
+        """Close the pipes that multiprocessing has to a child."""
+        if isinstance(self._popen, multiprocessing.popen_fork.Popen):
+            self._popen.close()
 
-class _Spawned(_Child):
-    """A child by a fresh interpreter."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self._popen = popen
-        self.pid = popen.pid
+def fork(target: Callable[[], None]) -> Child:
+    """Fork a child that calls a function.
 
-    def exitcode(self, timeout: float) -> int | None:
-        try:
-            return self._popen.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
+    Raises:
+        StartError: This process may have no children.
+    """
+    if multiprocessing.current_process().daemon:
+        raise StartError(
+            "this process is a daemonic child of multiprocessing, which may not fork "
+            "workers (a worker of a DataLoader, perhaps); with a generator function "
+            "use backend=Processes(start_method='forkserver'), else backend='thread'"
+        )
+    process = multiprocessing.context.ForkProcess(target=target)
+    # Not daemonic, so that it may have children. The lifeline ends it with this process.
+    process.daemon = False
+    with silent_children():
+        return Child(multiprocessing.popen_fork.Popen(process))
 
 
 def _exists(pid: int) -> bool:
@@ -174,8 +135,63 @@ def _exists(pid: int) -> bool:
     return True
 
 
-Launched: TypeAlias = _Forked | _Spawned | Served
+Launched: TypeAlias = Child | Served
 """A process that was started."""
+
+
+# Seconds for all workers at once; an answer takes about a millisecond.
+ASK_S = 1.0
+# Bytes at once: all that a pipe holds.
+_MOST = 1 << 16
+
+
+class Stacks(Descriptor):
+    """The parent's end of the pipe on which one worker answers."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._text = ""
+        self._can_answer = False
+        # Whether the worker was asked last time.
+        self.is_asked = False
+        # The last answer of the worker: its stack, or those of its threads.
+        self.stack: Stack | None = None
+        self.threads: list[ThreadSnapshot] | None = None
+
+    def prepare(self) -> bool:
+        """Forget what an earlier question brought; return whether another one may be asked."""
+        self.hear()
+        self._text, self.stack, self.threads, self.is_asked = "", None, None, False
+        return self._can_answer
+
+    def hear(self) -> bool:
+        """Read what has come; return whether the answer is whole, or none will come."""
+        with suppressed(BlockingIOError):
+            while data := os.read(self.fileno(), _MOST):
+                self._can_answer = True
+                self._text += data.decode(errors="replace")
+            # The worker has ended.
+            return True
+        self.threads = decode_threads(self._text)
+        if self.threads is not None:
+            return True
+        stack, is_whole = parse(self._text)
+        if is_whole:
+            self.stack = stack
+        return is_whole
+
+
+def stack_pipe() -> tuple[Stacks, Descriptor]:
+    """Return the parent's end, and the descriptor that a worker gets.
+
+    Raises:
+        OSError: There is no descriptor left.
+    """
+    read, write = os.pipe()
+    for end in (read, write):
+        # A worker must not wait in the signal's handler.
+        os.set_blocking(end, False)
+    return Stacks(read), Descriptor(write)
 
 
 @dataclass(eq=False, repr=False)
@@ -183,7 +199,7 @@ class ProcessWorker:
     """A worker process as this process sees it; see `enqueuer.backends.pool.Worker`.
 
     Attributes:
-        method: How it was started: "fork", "forkserver" or "spawn".
+        name: Its name, with its process and how that was started.
         process: The process.
         inbox: This process's end of its channel.
         lifeline: Pipe whose closing ends the worker.
@@ -195,7 +211,7 @@ class ProcessWorker:
     """
 
     index: int
-    method: str
+    name: str
     process: Launched
     inbox: ItemReceiver
     lifeline: Descriptor
@@ -236,6 +252,35 @@ class ProcessWorker:
         used, blocks = usage.of_process(pid, has_threads), inbox.blocks.size
         return worker_stats(self, inbox.meter, inbox.sent, used, self.began, blocks)
 
+    def has_ended(self, timeout: float = 0) -> bool:
+        """Return whether the process is gone, or goes within `timeout` seconds."""
+        if self.pidfd is None:
+            return self.inbox.control.packets.ended
+        return readable(self.pidfd, timeout)
+
+    def wait_for_exitcode(self, timeout: float) -> None:
+        """Wait for the process to end, and note its exit code if it is known."""
+        # It can be collected once; other code may have asked for it.
+        if self.exitcode is None and (self.pidfd is None or self.has_ended(timeout)):
+            self.exitcode = self.process.exitcode(timeout)
+
+    def snapshot(self) -> WorkerSnapshot:
+        """Return where it is, as it has answered the last question."""
+        stacks = self.stacks
+        assert stacks is not None, "it is asked if a wait may be cut"
+        if self.state in HAS_ENDED:
+            return WorkerSnapshot(str(self), self.shards, None, "has ended")
+        if stacks.threads is not None:
+            why = "waits for a task"
+        elif stacks.is_asked:
+            why = (
+                f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
+                "blocked, or hangs in the system"
+            )
+        else:
+            why = "cannot send its stack: it is starting, or its code has reset the signal for that"
+        return WorkerSnapshot(str(self), self.shards, stacks.stack, why, stacks.threads or ())
+
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
         with suppressed(ProcessLookupError):
@@ -256,12 +301,12 @@ class ProcessWorker:
     def close(self) -> None:
         """Close all that this process has of it."""
         self.inbox.close()
-        for one in (self.lifeline, self.stacks, self.pidfd):
+        for one in (self.process, self.lifeline, self.stacks, self.pidfd):
             if one is not None:
                 one.close()
 
     def __str__(self) -> str:
-        return f"worker {self.index} (process {self.process.pid}, {self.method})"
+        return self.name
 
 
 def _signalled(pidfd: Descriptor, number: int) -> bool:
@@ -275,31 +320,19 @@ def _signalled(pidfd: Descriptor, number: int) -> bool:
     return True
 
 
-def ask_stacks(workers: Iterable[ProcessWorker]) -> list[Stacks]:
-    """Ask workers where they are, all at once, and wait for their answers.
-
-    Returns:
-        Those that could be asked; after an answer they have a `stack`.
-    """
-    # The user's code may have reset the signal after the worker had said that it handles it.
-    asked = [
-        (worker, worker.stacks)
-        for worker in workers
-        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK)
-    ]
-    missing = {stacks.fileno(): stacks for _, stacks in asked}
-    poller = select.poll()
-    for fd in missing:
-        poller.register(fd, select.POLLIN)
-    for worker, _ in asked:
-        worker.send_signal(ASK)
+def ask_stacks(workers: Iterable[ProcessWorker]) -> None:
+    """Ask workers where they are, all at once, and wait for their answers."""
+    asked = []
+    for worker in workers:
+        # The user's code may have reset the signal after the worker had said that it handles it.
+        if worker.stacks is not None and worker.stacks.prepare() and worker.handles(ASK):
+            worker.stacks.is_asked = True
+            asked.append(worker.stacks)
+            worker.send_signal(ASK)
     end = time.monotonic() + ASK_S
-    while missing and (left := end - time.monotonic()) > 0:
-        for fd, _ in poller.poll(left * 1000 + 1):
-            if missing[fd].hear():
-                poller.unregister(fd)
-                del missing[fd]
-    return [stacks for _, stacks in asked]
+    for stacks in asked:
+        while not stacks.hear() and (left := end - time.monotonic()) > 0:
+            readable(stacks, left)
 
 
 def open_pidfd(process: Launched) -> Descriptor | None:
@@ -317,23 +350,6 @@ def open_pidfd(process: Launched) -> Descriptor | None:
         return None
     close_in_children(pidfd)
     return pidfd
-
-
-def has_ended(worker: ProcessWorker, timeout: float = 0) -> bool:
-    """Return whether the process is gone, or goes within `timeout` seconds."""
-    if worker.pidfd is None:
-        return worker.inbox.control.packets.ended
-    return readable(worker.pidfd, timeout)
-
-
-def wait_for_exitcode(worker: ProcessWorker, timeout: float) -> int | None:
-    """Wait for the process to end; return its exit code, None if it is not known."""
-    # It can be collected once; other code may have asked for it.
-    if worker.exitcode is not None:
-        return worker.exitcode
-    if worker.pidfd is not None and not has_ended(worker, timeout):
-        return None
-    return worker.process.exitcode(timeout)
 
 
 _ADVICE: dict[int | None, str] = {
@@ -357,3 +373,174 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+# --- the start ----------------------------------------------------------------------------------
+
+
+def _is_local(source: Source | TaskSource) -> bool:
+    """Return whether the user's code, or its class, was defined within a function."""
+    if isinstance(source, TaskSource):
+        parts: list[object] = [source.map, source.items]
+    else:
+        parts = [source.function if isinstance(source, FunctionSource) else source.iterable]
+    names = (getattr(part, "__qualname__", type(part).__qualname__) for part in parts)
+    return any("<locals>" in str(name) for name in names)
+
+
+_OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
+
+
+class Starter:
+    """Starts worker processes.
+
+    Args:
+        job: Description of what they run.
+
+    Attributes:
+        spins: Whether this process and each of the workers has a CPU of its own.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plans = job.plans()
+        self.spins = usage.cpus() > len(self._plans)
+        self._queue: TaskQueue | None = None
+        self._payload: Descriptor | None = None
+        # Of objects that the source shares with the workers.
+        self._shared: list[Descriptor] = []
+        # The source of forked workers, which inherit it.
+        self._source = job.source
+
+    def open(self, resources: contextlib.ExitStack, queue: TaskQueue | None) -> None:
+        """Pickle the source if the workers are not forked, else pack its list if that is long.
+
+        Args:
+            resources: What is closed after the last worker has ended.
+            queue: Queue from which the workers take tickets; None for shards.
+
+        Raises:
+            SourceNotPicklable: The source cannot be sent.
+        """
+        job, self._queue = self._job, queue
+        if job.start_method == "fork":
+            if isinstance(job.source, TaskSource):
+                self._source = job.source.packed()
+            if _is_local(job.source):
+                # Its errors may be local as well, and a worker that has run out of descriptors or
+                # memory could not import what sends them.
+                importlib.import_module("cloudpickle")
+        else:
+            # Forked workers do not need it, and its import takes some milliseconds.
+            from enqueuer.backends.payload import Handover, pickled_source
+
+            shared = Handover()
+            resources.callback(shared.close)
+            # The source has a pickle of its own: an error while that is loaded is the user's.
+            where = f"a process started by {job.start_method}"
+            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, shared)
+            head = pickle.dumps((self._config, shared.tracker(), pickled), protocol=5)
+            self._shared = shared.descriptors
+            self._payload = Descriptor(write_payload(head, shared.buffers))
+            resources.callback(self._payload.close)
+
+    @functools.cached_property
+    def _config(self) -> ProcessConfig:
+        """The configuration of all workers; made once, as it reads the levels of all loggers."""
+        job = self._job
+        levels = logs.Levels.of_this_process() if job.forward_logs is True else None
+        fork = job.start_method == "fork"
+        around = None if fork else ParentEnvironment.of_this_process()
+        worker = WorkerConfig(job.shards, job.random_seed, levels, job.trace)
+        return ProcessConfig(worker, around, self._thread_limits, job.keep_freed_memory)
+
+    @functools.cached_property
+    def _thread_limits(self) -> dict[str, str]:
+        given = self._job.threads_per_worker
+        threads = given or self._job.share_of(usage.cpus())
+        return native.limits(threads, given is not None, os.environ)
+
+    @functools.cached_property
+    def _loaded(self) -> native.Loaded:
+        """The native libraries that forked workers inherit."""
+        return native.Loaded(self._thread_limits)
+
+    def start(self, index: int, room: Callable[[], int] | None) -> ProcessWorker:
+        """Start a worker.
+
+        Args:
+            index: Index of the worker.
+            room: Function that returns how many more items may wait, over all workers; None: any
+                number, as tickets are the bound.
+
+        Raises:
+            OSError: The system has no room for it.
+            StartError: It cannot be started.
+        """
+        # With tasks, all plans are alike.
+        plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
+        start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
+        # What only the worker needs is closed here once it has started; the rest, if it does not.
+        with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
+
+            def connect(ours: Closable, its: Closable) -> None:
+                undo.callback(ours.close)
+                passed.callback(its.close)
+                close_in_children(ours)
+
+            sock, its_sock = pair()
+            connect(sock, its_sock)
+            its_lifeline, lifeline = map(Descriptor, os.pipe())
+            connect(lifeline, its_lifeline)
+            stacks = its_stack = None
+            if is_asked:
+                stacks, its_stack = stack_pipe()
+                connect(stacks, its_stack)
+            memory = passed.enter_context(contextlib.closing(Descriptor(open_ring())))
+            ring = Ring.of(memory.fileno())
+            # The worker may send as soon as it starts.
+            ring.words[LIMIT] = start.credit.items
+            tasks = None
+            if self._queue is not None:
+                tasks = passed.enter_context(self._queue.worker_socket())
+            process = self.launch(Ends(its_sock, its_lifeline, ring, its_stack, tasks), start)
+            undo.callback(process.close)
+            packets = Packets(sock)
+            if self._payload is not None:
+                its = [self._payload, memory, its_stack, tasks]
+                packets.send(pickle.dumps(start), [end.fileno() for end in its if end is not None])
+                send_descriptors(packets, [shared.fileno() for shared in self._shared])
+            undo.pop_all()
+        self._close_payload_after(index)
+        name = f"worker {index} (process {process.pid}, {self._job.start_method})"
+        inbox = ItemReceiver(packets, ring, start.credit, name, room)
+        pidfd = open_pidfd(process)
+        return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
+
+    def launch(self, ends: Ends, start: ProcessStart) -> Launched:
+        """Start the process of a worker."""
+        job = self._job
+        if job.start_method == "fork":
+            given = ends, self._config, start, self._loaded, self._source, job.on_error
+            return fork(functools.partial(main_forked, *given))
+        if job.start_method == "spawn":
+            fds = ends.sock.fileno(), ends.lifeline.fileno()
+            return Child(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
+        return server.fork(ends.sock, ends.lifeline)
+
+    def _close_payload_after(self, index: int) -> None:
+        """Give the memory of the payload back once no other worker can need it."""
+        job = self._job
+        is_last = index + 1 == len(self._plans)
+        if self._payload is not None and is_last and not (job.max_restarts or job.may_grow):
+            self._payload.close()
+            for shared in self._shared:
+                shared.close()
+
+    def _credit(self, index: int) -> Credit:
+        job = self._job
+        # The tickets are the bound, and one worker may run all of them.
+        if self._queue is not None:
+            tickets = job.max_queue_size + job.workers * job.source.tickets_at_once
+            return Credit(tickets, None, ask=False)
+        return Credit(*job.quota_of(index), ask=job.ordered is not True, spins=self.spins)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing.util
-import os
 import select
 import signal
 import socket
@@ -29,9 +28,7 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
-from enqueuer.backends.process.handle import ProcessWorker, ask_stacks, has_ended, wait_for_exitcode
-from enqueuer.backends.process.stack_dump import ASK_S
-from enqueuer.backends.process.starter import Starter
+from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
 from enqueuer.backends.stall import warn
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here, suppressed
@@ -82,35 +79,30 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     # --- start ---
 
     def open(self) -> None:
-        _running.add(self)
-        _register_exit()
+        # multiprocessing joins its children at exit, without a limit. This runs before that.
+        pool, util = weakref.ref(self), multiprocessing.util
+        at_exit = util.Finalize(self, _stop_at_exit, (pool,), exitpriority=100)
+        resources, queue = self._resources, None
+        resources.callback(at_exit.cancel)
         try:
-            self._open()
+            if self._does_tasks:
+                queue = self.dispatch.open()
+                resources.callback(self.dispatch.close)
+            self._starter.open(resources, queue)
+            self._wake, self._woken = socket.socketpair()
+            for end in (self._wake, self._woken):
+                end.setblocking(False)
+                close_in_children(end)
+                resources.callback(end.close)
+            self._poller.register(self._woken, select.POLLIN)
+            if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
+                resources.enter_context(logs.multiprocessing_logging())
         except raised_here(OSError) as error:
             raise _no_room(error) from error
 
-    def _open(self) -> None:
-        resources, queue = self._resources, None
-        if self._does_tasks:
-            resources.callback(self.dispatch.close)
-            queue = self.dispatch.open()
-        self._starter.open(resources, queue)
-        self._open_wake_up()
-        if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
-            resources.enter_context(logs.multiprocessing_logging())
-
-    def _open_wake_up(self) -> None:
-        wake, woken = socket.socketpair()
-        for end in (wake, woken):
-            end.setblocking(False)
-            close_in_children(end)
-            self._resources.callback(end.close)
-        self._wake, self._woken = wake, woken
-        self._poller.register(woken, select.POLLIN)
-
     def start_worker(self, index: int) -> ProcessWorker:
         try:
-            worker = self._starter.start(index, self._room)
+            worker = self._starter.start(index, None if self._does_tasks else self._room)
         except raised_here(OSError) as error:
             raise _no_room(error) from error
         self._started = time.monotonic()
@@ -172,24 +164,20 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def _poll(self, deadline: float | None) -> None:
         starting = next((w for w in self.workers if w.state is WorkerState.STARTING), None)
-        limits = [] if deadline is None else [deadline]
+        limit = self._started + START_TIMEOUT_S
         if starting is not None:
-            limits.append(self._started + START_TIMEOUT_S)
-        timeout = None if not limits else max(0.0, min(limits) - time.monotonic()) * 1000
+            deadline = limit if deadline is None else min(deadline, limit)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
         ready = self._poller.poll(timeout)
         for fd, _ in ready:
             if fd in self._by_fd:
                 worker, is_pidfd = self._by_fd[fd]
                 worker.gone = worker.gone or is_pidfd
                 self._read(worker)
-            elif self._woken is not None and fd == self._woken.fileno() and not self._is_closed:
+            elif self._woken is not None and not self._is_closed:
                 with suppressed(BlockingIOError):
                     self._woken.recv(1024)
-        if (
-            starting is not None
-            and not ready
-            and time.monotonic() >= self._started + START_TIMEOUT_S
-        ):
+        if starting is not None and not ready and time.monotonic() >= limit:
             raise StartError(
                 f"{starting} did not respond within {START_TIMEOUT_S:g} s. With fork, a likely "
                 "cause is a lock that another thread held: use "
@@ -225,11 +213,11 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
             deliver_all(worker.inbox.control.records)
-            worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+            worker.wait_for_exitcode(_EXITCODE_S)
             # The process still runs: the user's code has closed all its descriptors.
             if worker.exitcode is None:
                 worker.send_signal(signal.SIGKILL)
-                wait_for_exitcode(worker, _EXITCODE_S)
+                worker.process.exitcode(_EXITCODE_S)
             worker.move(WorkerState.DEAD)
             self._forget(worker)
 
@@ -239,8 +227,8 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         return [worker.measure(self._job.source.has_threads) for worker in workers]
 
     def snapshots(self, workers: Sequence[ProcessWorker]) -> list[WorkerSnapshot]:
-        able = ask_stacks([w for w in workers if w.state is WorkerState.RUNNING])
-        return [_snapshot_of(worker, worker.stacks in able) for worker in workers]
+        ask_stacks(worker for worker in workers if worker.state is WorkerState.RUNNING)
+        return [worker.snapshot() for worker in workers]
 
     def worker_bytes(self) -> int | None:
         found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))
@@ -281,9 +269,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             warn(f"{worker} could not be killed; it may hang in a system call", StopWarning)
         self.workers[:] = self._left()
         if not self.workers:
-            _running.discard(self)
             self._resources.close()
-            self._by_fd.clear()
 
     def _left(self) -> list[ProcessWorker]:
         return [worker for worker in self.workers if worker.state is not WorkerState.ENDED]
@@ -310,7 +296,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             for worker in left:
                 if worker.state is not WorkerState.ENDED:
                     _read_last(worker)
-                if worker.state is not WorkerState.ENDED and has_ended(worker):
+                if worker.state is not WorkerState.ENDED and worker.has_ended():
                     self._end(worker)
 
     def _end(self, worker: ProcessWorker) -> None:
@@ -318,7 +304,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             self._forget(worker)
             if worker.state is not WorkerState.DEAD:
                 _read_last(worker)
-                worker.exitcode = wait_for_exitcode(worker, _EXITCODE_S)
+                worker.wait_for_exitcode(_EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
             worker.close()
@@ -364,46 +350,11 @@ def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:
     return False
 
 
-def _snapshot_of(worker: ProcessWorker, was_asked: bool) -> WorkerSnapshot:
-    if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
-        why = "has ended"
-    elif was_asked:
-        why = (
-            f"did not send its stack within {ASK_S:g} s: it is stopped, has the signal "
-            "blocked, or hangs in the system"
-        )
-    else:
-        why = "cannot send its stack: it is starting, or its code has reset the signal for that"
-    if worker.stacks is None or not was_asked:
-        return WorkerSnapshot(str(worker), worker.shards, None, why)
-    stacks = worker.stacks
-    if stacks.threads is not None:
-        why = "waits for a task"
-    return WorkerSnapshot(str(worker), worker.shards, stacks.stack, why, stacks.threads or ())
-
-
-# --- the end of the interpreter ----------------------------------------------------------------
-
-_running: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
+# Seconds for a stop at the end of the interpreter.
 _EXIT_TIMEOUT_S = 2.0
 
 
-@functools.cache
-def _register_exit() -> None:
-    # multiprocessing joins its children at exit, without a limit. This runs before that.
-    multiprocessing.util.Finalize(None, _stop_all, exitpriority=100)
-
-
-def _forget_all() -> None:
-    """Forget, in a forked child, the parent's pools; multiprocessing forgets its finalizers."""
-    _running.clear()
-    _register_exit.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
-
-
-def _stop_all() -> None:
-    for pool in list(_running):
-        pool.stop(_EXIT_TIMEOUT_S)
+def _stop_at_exit(pool: weakref.ref[ProcessPool]) -> None:
+    running = pool()
+    if running is not None:
+        running.stop(_EXIT_TIMEOUT_S)

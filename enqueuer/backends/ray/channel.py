@@ -23,13 +23,14 @@ import numpy as np
 
 from enqueuer.backends.lifecycle import deliver_all
 from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
-from enqueuer.errors import Closed
+from enqueuer.backends.thread.sender import WorkQueue
+from enqueuer.errors import Closed, ItemNotLoadable
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
-from enqueuer.transport.errors import encode_error
-from enqueuer.transport.item_codec import Encoder
+from enqueuer.transport.errors import decode_error, encode_error
+from enqueuer.transport.item_codec import Encoder, decode
 from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Message, Sender, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000
@@ -113,8 +114,8 @@ class Outbox:
         self._credit = credit
         self._asks = asks
         self._encoder = Encoder()
-        self._orders: deque[Epoch] = deque()
-        self._tickets: deque[tuple[int, bytes]] = deque()
+        self._orders: WorkQueue[Epoch] = WorkQueue()
+        self._tickets: WorkQueue[tuple[int, bytes]] = WorkQueue()
         self._frames: list[Frame] = []
         # Numbers of items that the loop has put here, that the stream has taken, and that Ray has
         # copied into the object store.
@@ -124,7 +125,7 @@ class Outbox:
         self._closed = False
         # Reentrant, as the garbage collector may run here, and what it finalizes may log.
         self._lock = threading.RLock()
-        # The loop waits until the driver has called, or the stream has copied its item.
+        # The loop waits until the driver grants credit, or the stream has copied its item.
         self._called = threading.Condition(self._lock)
         # The stream waits until there are frames.
         self._filled = threading.Condition(self._lock)
@@ -192,11 +193,10 @@ class Outbox:
             raise Closed("the enqueuer was stopped")
 
     def next_epoch(self) -> Epoch | None:
-        epoch: Epoch | None = self._next(self._orders, IDLE)
-        return epoch
+        return self._orders.get(self._waits, IDLE)
 
     def next_ticket(self) -> Ticket | None:
-        while (found := self._next(self._tickets, WAITING)) is not None:
+        while (found := self._tickets.get(self._waits, WAITING)) is not None:
             number, pickled = found
             try:
                 ticket: Ticket = pickle.loads(pickled)
@@ -206,15 +206,6 @@ class Outbox:
             else:
                 return ticket
         return None
-
-    def _next(self, queue: deque[Any], phase: int) -> Any:
-        with self._lock:
-            if not queue and not self._closed:
-                self._waits.pause(phase)
-                while not queue and not self._closed:
-                    self._called.wait()
-                self._waits.resume()
-            return None if self._closed else queue.popleft()
 
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.
@@ -251,19 +242,22 @@ class Outbox:
 
     def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
         """Add epochs to run, or tasks to do."""
-        with self._lock:
-            self._orders.extend(orders)
-            self._tickets.extend(tickets)
-            self._called.notify_all()
+        self._orders.put_all(orders)
+        self._tickets.put_all(tickets)
 
-    def grant(self, credit: TotalCredit) -> None:
-        """Replace the credit by a larger one."""
+    def grant(self, items: int, size: int | None, wanted: int) -> None:
+        """Replace the credit by a larger one; the arguments are the fields of a `TotalCredit`."""
         with self._lock:
-            self._credit = credit
+            self._credit = TotalCredit(items, size, wanted)
             self._called.notify_all()
 
     def close(self) -> None:
-        """End the loop: it gets no more orders, and sending raises Closed."""
+        """End the loop: it gets no more orders, and sending raises Closed.
+
+        Its remaining frames come before the last packet.
+        """
+        self._orders.close()
+        self._tickets.close()
         with self._lock:
             self._closed = True
             self._called.notify_all()
@@ -351,6 +345,9 @@ class RayInbox(ThreadInbox):
             wanted: Whether the loop waits for the next item, which must then come in any case.
         """
         quota, before = self._quota, self._credit
+        # Tickets need no credit.
+        if quota == UNBOUNDED:
+            return None
         items = self.acknowledged + quota
         size = None if self._share is None else self.bytes_acknowledged + self._share
         at_least = before.wanted
@@ -367,3 +364,37 @@ class RayInbox(ThreadInbox):
             return None
         self._credit, self._granted = TotalCredit(items, size, at_least), now
         return self._credit
+
+
+def unpack(frame: Frame, worker: str, writable: bool) -> tuple[Message | None, int]:
+    """Return the message in a frame, None if there is none; and the size of an item.
+
+    Args:
+        frame: The frame.
+        worker: Name of the worker.
+        writable: Whether to copy arrays, so that the loop may write to them.
+    """
+    if isinstance(frame, ItemFrame):
+        size = len(frame.data) + sum(memoryview(buffer).nbytes for buffer in frame.buffers)
+        return _item_of(frame, worker, writable), size
+    if not isinstance(frame, MessageFrame):
+        return None, 0
+    message = frame.message
+    if isinstance(message, Failure):
+        assert frame.error is not None
+        message = replace(message, error=decode_error(frame.error), worker=worker)
+    return message, 0
+
+
+def _item_of(frame: ItemFrame, worker: str, writable: bool) -> Item | Failure:
+    buffers = [memoryview(buffer) for buffer in frame.buffers]
+    if writable:
+        buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
+    try:
+        value = decode(frame.data, buffers)
+    except Exception as error:
+        failure = ItemNotLoadable(f"an item arrived, but could not be loaded here: {error!r}")
+        failure.__cause__ = error
+        return Failure(frame.shard, frame.number, failure, worker=worker)
+    value, state = value if frame.has_state else (value, None)
+    return Item(frame.shard, frame.number, value, state)

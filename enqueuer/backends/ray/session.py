@@ -114,6 +114,22 @@ class Session:
             self._is_gone = True
         raise Gone("Ray was shut down in this process")
 
+    def call(
+        self, handle: Any, name: str, *args: Any, group: str = "orders", returns: int | str = 0
+    ) -> Any:
+        """Call a method of an actor, in one of its concurrency groups.
+
+        Args:
+            handle: Ray's handle of the actor.
+            name: Name of the method.
+            args: Its arguments.
+            group: Name of the concurrency group.
+            returns: Number of its results, or "streaming".
+        """
+        self.check()
+        options = {"concurrency_group": group, "num_returns": returns}
+        return getattr(handle, name).options(**options).remote(*args)
+
     def reason_of(self, error: BaseException) -> str:
         """Return the cause of an actor's death, in Ray's words, without its general advice."""
         try:

@@ -117,12 +117,9 @@ class ThreadDispatch(Dispatch[ThreadWorker]):
     def __init__(self, tickets: WorkQueue[Ticket], workers: Sequence[ThreadWorker]) -> None:
         self._tickets = tickets
         self._workers = workers
-        # It takes any number of tickets at once, as they are.
-        self.offer_all = tickets.put_all
 
-    def offer(self, tickets: Sequence[tuple[int, Ticket]]) -> int:
-        self._tickets.put(tickets[0][1])
-        return 1
+    def offer(self, numbers: Sequence[int], packed: Sequence[Ticket]) -> None:
+        self._tickets.put_all(packed)
 
     def assign(self, worker: ThreadWorker, number: int, packed: Ticket) -> None:
         raise AssertionError("no thread takes the place of another one")
