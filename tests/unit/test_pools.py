@@ -13,7 +13,7 @@ POOLS = {**load._POOLS, "inline": load._INLINE}
 DISPATCHES = {
     "inline": ("inline", "InlineDispatch"),
     "process": ("process.dispatch", "QueueDispatch"),
-    "ray": ("ray.handle", "ActorDispatch"),
+    "ray": ("ray.pool", "ActorDispatch"),
     "thread": ("thread.pool", "ThreadDispatch"),
 }
 
