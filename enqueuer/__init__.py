@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.shortcuts import imap, prefetch
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.headroom import Headroom, headroom
+    from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
-    from enqueuer.monitoring.worker_stats import WorkerStats
 
 __version__ = "0.2.0.dev0"
 
@@ -105,7 +105,7 @@ _MODULES = {
     "Processes": "enqueuers.configs",
     "Ray": "enqueuers.configs",
     "Stats": "monitoring.stats",
-    "WorkerStats": "monitoring.worker_stats",
+    "WorkerStats": "monitoring.meters",
     "headroom": "monitoring.headroom",
     "imap": "enqueuers.shortcuts",
     "merge_states": "enqueuers.position",

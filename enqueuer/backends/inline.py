@@ -29,10 +29,9 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError
-from enqueuer.monitoring.meters import WAITING, clock
+from enqueuer.monitoring.meters import WAITING, WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket

@@ -29,13 +29,14 @@ import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.monitoring import gil
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import WorkerStats
 
 # Share of one CPU, which is all that Python code can use.
 GIL_IS_BUSY = 0.85
@@ -286,18 +287,15 @@ class Stats:
             1
         """
         before = {(worker.index, worker.started): worker for worker in earlier.workers}
-        waits = {at: count - earlier.waits.get(at, 0) for at, count in self.waits.items()}
         return dataclasses.replace(
             self,
-            **{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _COUNTED},
-            loop_switches=None
-            if self.loop_switches is None
-            else self.loop_switches - (earlier.loop_switches or 0),
-            waits={at: count for at, count in waits.items() if count > 0},
-            waited_for={
-                index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
-                for index, seconds in self.waited_for.items()
+            **{
+                name: max(0, getattr(self, name) - (getattr(earlier, name) or 0))
+                for name in _COUNTED
+                if getattr(self, name) is not None
             },
+            waits=dict(Counter(self.waits) - Counter(earlier.waits)),
+            waited_for=dict(Counter(self.waited_for) - Counter(earlier.waited_for)),
             queue_depth=tuple(at for at in self.queue_depth if at[0] > earlier.seconds),
             is_later=earlier.is_later or earlier.first_batch_s is not None,
             workers=tuple(
@@ -354,6 +352,7 @@ class Stats:
 _COUNTED = (
     *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
     *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s", "idle_cpu_s"),
+    "loop_switches",
 )
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
@@ -441,16 +440,15 @@ def of_elements(stats: Stats, name: str) -> float:
     return math.fsum(getattr(worker, name) * worker.concurrency for worker in stats.workers)
 
 
-def _computing_share(stats: Stats) -> float:
+def _computing_share(stats: Stats, of: Callable[[Stats, str], float] = total) -> float:
     """Return the share of its work in which a worker computes, if it never lacks a CPU, 0 to 1."""
-    worked = total(stats, "busy_s") - total(stats, "lacked_s")
+    worked = of(stats, "busy_s") - of(stats, "lacked_s")
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
 def element_share(stats: Stats) -> float:
     """Return the same share of the time of an element, of which a worker may make several."""
-    worked = of_elements(stats, "busy_s") - of_elements(stats, "lacked_s")
-    return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
+    return _computing_share(stats, of_elements)
 
 
 def _other_wait_share(stats: Stats) -> float:
@@ -472,9 +470,7 @@ def cpus_used(stats: Stats) -> float:
 def _without_idle(stats: Stats) -> Stats:
     """Return the same without the time between epochs, and without what the loop did then."""
     # Per second of CPU time, the loop has no CPU as long as in the epochs.
-    by_threads_s = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
-    own_s = max(0.0, stats.loop_cpu_s - by_threads_s)
-    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, own_s))
+    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, _own_cpu_s(stats)))
     return dataclasses.replace(
         stats,
         seconds=stats.seconds - stats.idle_s,
@@ -495,7 +491,7 @@ def _holds_gil(stats: Stats) -> bool:
         return False
     worked, lacked = total(stats, "busy_s"), total(stats, "lacked_s")
     # The loop does not hold it while it waits.
-    by_loop = ratio(_own_cpu_s(stats), stats.seconds)
+    by_loop = ratio(min(_own_cpu_s(stats), stats.working_s), stats.seconds)
     # With the waits for a CPU: a thread that holds the GIL keeps it meanwhile. That is the
     # most of the time that it can have been held, and what follows is the least.
     if used + on_average(stats, "lacked_s") + by_loop < GIL_IS_BUSY:
@@ -586,7 +582,7 @@ def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
 def _own_cpu_s(stats: Stats) -> float:
     """Return the CPU time of the loop itself, without that of threads that make batches."""
     by_threads = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
-    return min(max(0.0, stats.loop_cpu_s - by_threads), stats.working_s)
+    return max(0.0, stats.loop_cpu_s - by_threads)
 
 
 def _takes_gil_from_loop(stats: Stats) -> bool:
@@ -597,7 +593,7 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
     """
     if stats.backend != "thread":
         return False
-    own_s, switch_s = _own_cpu_s(stats), gil.switch_s()
+    own_s, switch_s = min(_own_cpu_s(stats), stats.working_s), gil.switch_s()
     waited_s = stats.working_s - own_s - stats.loop_lacked_s
     by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
     if stats.loop_switches is None or switch_s is None:
@@ -612,7 +608,7 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
 def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that threads run Python code while the loop would."""
     workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
-    own_s, by_threads_s = _own_cpu_s(stats), total(stats, "cpu_s")
+    own_s, by_threads_s = min(_own_cpu_s(stats), stats.working_s), total(stats, "cpu_s")
     # At best the loop no longer waits for the GIL, and the processes keep up with it.
     gain = _up_to(min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
     change = f"backend='process', workers={workers}"
@@ -738,15 +734,12 @@ def _transport(stats: Stats) -> Bottleneck:
     if stats.backend == "process" and then[1] > WORTH_IT * WORTH_IT:
         change, gain = "backend='thread'", then
         advice = f"Use backend='thread', which sends nothing, {_times(gain)}. Or: {advice.lower()}"
-    return Bottleneck(
-        "transport",
+    reason = (
         f"The bottleneck is the transport: {percent(stats.waiting_share)} of the loop's time goes "
         f"into waiting; an item of {size(each)} takes {duration(made_s)} "
-        f"to make and {duration(per_item(stats, 'sending_s'))} to send.",
-        f"{advice}.",
-        change,
-        gain,
+        f"to make and {duration(per_item(stats, 'sending_s'))} to send."
     )
+    return Bottleneck("transport", reason, f"{advice}.", change, gain)
 
 
 def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
@@ -919,21 +912,15 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
             f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
             f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper."
         )
-    if is_several:
-        return Advice(
-            f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
-            "probably in Python, which runs in one thread at a time: use "
-            f"{change}, {_times(gain)}.",
-            change,
-            gain,
-        )
-    return Advice(
-        f"The thread computes {share} of the time in which it has a CPU: use {change}, "
+    text = (
+        f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
+        f"probably in Python, which runs in one thread at a time: use {change}, {_times(gain)}."
+        if is_several
+        else f"The thread computes {share} of the time in which it has a CPU: use {change}, "
         f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
-        f"workers={processes} would help as well.",
-        change,
-        gain,
+        f"workers={processes} would help as well."
     )
+    return Advice(text, change, gain)
 
 
 def _more_elements(stats: Stats, wanted: int) -> Advice:
@@ -967,12 +954,8 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
         return None
     rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
     gain = _gain(stats, rate, surely=_more_batches(stats, workers, each))
-    return (
-        f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
-        f"{_times(gain)}.",
-        change,
-        gain,
-    )
+    text = f"rest, so let each worker make more of them at once: {change} (now {now // workers})"
+    return f"{text}, {_times(gain)}.", change, gain
 
 
 def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
@@ -990,12 +973,8 @@ def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float,
     gain = _gain(stats, rate, False, _more_batches(stats, processes, each))
     if gain[1] < WORTH_IT:
         return None
-    return (
-        "rest, but the Python code of all threads of a process runs one at a time: use "
-        f"{change}, {_times(gain)}.",
-        change,
-        gain,
-    )
+    text = "rest, but the Python code of all threads of a process runs one at a time: use"
+    return f"{text} {change}, {_times(gain)}.", change, gain
 
 
 def _rounded_up(number: float, most: int) -> int:

@@ -17,6 +17,15 @@ T = TypeVar("T")
 
 # Share of the available memory; the rest is for batches, and for workers that grow.
 _OF_MEMORY = 0.8
+# Files with the limit and the usage of memory, and names in `memory.stat` of files in the cache, by
+# the version of control groups.
+_MEMORY_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
+    1: (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("total_inactive_file", "total_active_file"),
+    ),
+}
 
 
 class Usage(NamedTuple):
@@ -103,7 +112,8 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
     if facts is None:
         return None
     free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
-    for folder, limit, used, cached in _memory_groups(proc, cgroups):
+    for folder, version in _groups("memory", proc, cgroups):
+        limit, used, *cached = _MEMORY_FILES[version]
         most, now = (_or_none(_number, f"{folder}/{name}") for name in (limit, used))
         stat = _or_none(_numbers, f"{folder}/memory.stat")
         # There is no such group, or its limit is "max".
@@ -122,22 +132,6 @@ def room_for(free_bytes: int, each_bytes: int) -> int:
         (8, 0)
     """
     return int(_OF_MEMORY * free_bytes / max(1, each_bytes))
-
-
-def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[str, str]]]:
-    """Yield the control groups of this process and those around them.
-
-    Yields:
-        A folder, and the names of its files and of the lines of `memory.stat` with the numbers:
-        of version 2 of control groups, or of 1.
-    """
-    for folder, version in _groups("memory", proc, root):
-        if version == 2:
-            files, cached = ("memory.max", "memory.current"), ("inactive_file", "active_file")
-        else:
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = ("total_inactive_file", "total_active_file")
-        yield folder, *files, cached
 
 
 def _groups(controller: str, proc: str, root: str) -> Iterator[tuple[str, int]]:

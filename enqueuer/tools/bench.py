@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from enqueuer.common.sizes import size_of
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
@@ -48,6 +48,7 @@ _HEAD = ("", "batches/s", "bytes/s", "a batch", "first", "waiting", "CPUs", "mem
 _DEFAULT_QUEUE = 10
 
 clock = time.perf_counter
+T = TypeVar("T")
 
 
 class Unmeasurable(Exception):
@@ -69,9 +70,9 @@ class Loop:
     compute_s: float = 0.0
 
     def take(
-        self, batches: Iterator[Any], workers: int, note: Callable[[], object]
-    ) -> dict[str, Any]:
-        """Take batches until the measurement is long enough; return its numbers.
+        self, batches: Iterator[Any], workers: int, measure: Callable[[], T]
+    ) -> tuple[dict[str, Any], T, T]:
+        """Take batches until the measurement is long enough.
 
         Whole rounds are counted, one batch of each worker, since the batches of a round may arrive
         together. The first round only warms up.
@@ -79,11 +80,15 @@ class Loop:
         Args:
             batches: An endless iterator.
             workers: Number of workers that make the batches.
-            note: Called when measuring begins, and when it ends.
+            measure: Function that is called when measuring begins, and when it ends.
+
+        Returns:
+            The numbers, and what the function returned.
 
         Raises:
             Unmeasurable: There are too few batches.
         """
+        before = measure()
         began = asked = clock()
         first_s = waited_s = 0.0
         nbytes = weighed = 0
@@ -99,16 +104,16 @@ class Loop:
             counted = seen - workers
             waited_s += now - asked if counted > 0 else 0.0
             if counted > 0 and not counted % workers and now - began >= self.seconds:
-                note()
-                return {
+                numbers = {
                     "batches": counted,
                     "seconds": now - began,
                     "batch_bytes": ratio(nbytes, weighed),
                     "first_batch_s": first_s,
                     "waiting_share": min(1.0, ratio(waited_s, now - began)),
                 }
+                return numbers, before, measure()
             if not counted:
-                note()
+                before = measure()
                 began = clock()
             self._step()
             asked = clock()
@@ -226,7 +231,7 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
             # What is done once, before it, does not count.
             next(batches, None)
             with Probe() as probe:
-                Loop(seconds).take(batches, 1, note=lambda: None)
+                Loop(seconds).take(batches, 1, list)
     except BatchTimeout as error:
         # Its last line is about iterating again.
         raise Unmeasurable(str(error).rpartition("\n")[0]) from None
@@ -235,13 +240,12 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
 
 def measure_plain(source: FunctionSource, loop: Loop) -> Measurement:
     """Measure a source in a plain loop; raise Unmeasurable if it yields nothing."""
-    cpu_s: list[float] = []
     seed = fresh_seed()
     # One epoch after the other, as an enqueuer runs them.
     each = (_made(source, Shard(0, 1, number, seed)) for number in itertools.count())
     with contextlib.closing(epochs(each)) as batches:
-        numbers = loop.take(batches, 1, note=lambda: cpu_s.append(time.process_time()))
-    used = ratio(cpu_s[1] - cpu_s[0], numbers["seconds"])
+        numbers, before_s, after_s = loop.take(batches, 1, time.process_time)
+    used = ratio(after_s - before_s, numbers["seconds"])
     return Measurement("none", 0, 0, cpus_used=used, **numbers)
 
 
@@ -264,15 +268,13 @@ def measure_enqueued(
         loop: Loop that takes the batches.
         wait_limit_s: Seconds that a batch may take.
     """
-    noted: list[Stats] = []
     try:
         with _running(source, setting, wait_limit_s) as enqueuer:
             batches = epochs(itertools.repeat(enqueuer))
-            numbers = loop.take(batches, setting.workers, lambda: noted.append(enqueuer.stats()))
+            numbers, before, after = loop.take(batches, setting.workers, enqueuer.stats)
     except Exception as error:
         failed = f"{type(error).__name__}: {error}".splitlines()[0]
         return dataclasses.replace(setting, failed=failed[:_LONGEST_ERROR])
-    before, after = noted
     return dataclasses.replace(setting, **(numbers | _worker_numbers(before, after)))
 
 

@@ -91,14 +91,18 @@ def turns(
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
         loop: Event loop of the worker, for async generators.
     """
-    turns_left = deque(epoch.turns)
     with ExitStack() as stack:
-        streams = _streams_of(plan, epoch, loop, stack)
+        streams = _streams_of(plan, epoch, enter, loop, stack)
         if loop is not None:
-            _begin_all(streams, loop, enter, stack)
             enter = do_nothing
+        # Those of shards that have ended are passed over.
+        order = itertools.chain(epoch.turns, itertools.cycle(tuple(streams)))
+        following = filter(None, map(streams.get, order))
+        has_sent = True
         while streams:
-            stream = _next_of(streams, turns_left) if turns_left else streams[0]
+            # Without an item it is still its turn, as if that had been None.
+            if has_sent:
+                stream = next(following)
             enter(stream.shard)
             has_sent = True
             try:
@@ -114,23 +118,24 @@ def turns(
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
             if not has_more:
-                streams.remove(stream)
+                has_sent = True
+                del streams[stream.shard.index]
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
-            # Without an item it is still its turn, as if that had been None.
-            elif has_sent and turns_left:
-                turns_left.popleft()
-            elif has_sent:
-                streams.rotate(-1)
             if one_by_one:
                 yield
 
 
 def _streams_of(
-    plan: Plan, epoch: Epoch, loop: EventLoop | None, stack: ExitStack
-) -> deque[ShardStream]:
+    plan: Plan,
+    epoch: Epoch,
+    enter: Callable[[Shard], None],
+    loop: EventLoop | None,
+    stack: ExitStack,
+) -> dict[int, ShardStream]:
     """Return the streams of all shards, in the order of their turns; `stack` closes them.
 
-    Without an event loop of the worker, async generators share one on which nothing is made ahead.
+    Async generators run from now on, on the event loop of the worker. Without it they share one on
+    which nothing is made ahead.
     """
     starts = plan.of(epoch)
     replay = Replay(plan, starts.values(), epoch.is_awaited)
@@ -138,34 +143,20 @@ def _streams_of(
     shards = sorted(starts, key=lambda shard: shard.index) if epoch.turns else starts
     source = plan.shard_source
     if isinstance(source, FunctionSource) and source.is_async:
-        if loop is None:
-            loop = stack.enter_context(contextlib.closing(EventLoop.of_caller()))
-        source = replace(source, loop=loop)
-    streams = deque(ShardStream(source, shard, starts[shard], replay) for shard in shards)
-    for stream in streams:
+        shared = loop or stack.enter_context(contextlib.closing(EventLoop.of_caller()))
+        source = replace(source, loop=shared)
+    streams = {shard.index: ShardStream(source, shard, starts[shard], replay) for shard in shards}
+    for stream in streams.values():
         stack.callback(stream.close)
+    if loop is not None:
+        # All at once, before they are closed one by one.
+        stack.callback(lambda: loop.end(loop.items))
+        for shard in itertools.islice(shards, 1):
+            # They share the global generators.
+            enter(shard)
+        for stream in streams.values():
+            stream.begin()
     return streams
-
-
-def _begin_all(
-    streams: deque[ShardStream], loop: EventLoop, enter: Callable[[Shard], None], stack: ExitStack
-) -> None:
-    """Let async generators run from now on; `stack` ends them."""
-    # All at once, before they are closed one by one.
-    stack.callback(lambda: loop.end(loop.items))
-    if streams:
-        # They share the global generators.
-        enter(streams[0].shard)
-    for stream in streams:
-        stream.begin()
-
-
-def _next_of(streams: deque[ShardStream], turns_left: deque[int]) -> ShardStream:
-    """Return the stream that has the next turn; those of shards that have ended are dropped."""
-    found = {stream.shard.index: stream for stream in streams}
-    while turns_left and turns_left[0] not in found:
-        turns_left.popleft()
-    return found[turns_left[0]] if turns_left else streams[0]
 
 
 def _send_failure(

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer.monitoring import gil
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.monitoring.stats import Stats, find_bottleneck
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, cpu_wait=0.0, **more):

@@ -29,9 +29,8 @@ from enqueuer.backends.pool import HAS_ENDED, Death, Dispatch, WorkerState
 from enqueuer.backends.ray.channel import Frame, ItemFrame, MessageFrame, RayInbox
 from enqueuer.backends.ray.session import Session, is_of_its_node, unwrapped
 from enqueuer.errors import ItemNotLoadable
-from enqueuer.monitoring.meters import Meter, clock
+from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
 from enqueuer.monitoring.usage import Usage
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.transport import task_queue
 from enqueuer.transport.errors import decode_error
 from enqueuer.transport.item_codec import decode

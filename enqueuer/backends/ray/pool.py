@@ -43,7 +43,7 @@ from enqueuer.backends.stall import level_of_user
 from enqueuer.common import finalizers, interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.workers import logs
 from enqueuer.workers.messages import Failure
 from enqueuer.workers.remote import WorkerConfig

@@ -26,7 +26,6 @@ from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
 from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.concurrent_loop import LockedSender
 from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.messages import (
@@ -39,6 +38,7 @@ from enqueuer.workers.messages import (
     Sender,
     Ticket,
 )
+from enqueuer.workers.task_loop import LockedSender
 
 T = TypeVar("T")
 
