@@ -118,9 +118,7 @@ class Autoscaler:
         self._workers = workers
         self._shards = shards
         self._fewest_items = -(-FEWEST_ELEMENTS // elements)
-        self._most_cost_s = min(
-            MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
-        )
+        self._most_cost_s = min(MOST_COST_S, (longest_wait_s or math.inf) / 2)
         self._most_ever = self._as_fast_as(most)
         self._window_s = WINDOW_S
         # Snapshot when the number of workers changed last.

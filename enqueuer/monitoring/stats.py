@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
-from enqueuer.monitoring import gil
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
 
 # Share of one CPU, which is all that Python code can use.
@@ -483,7 +483,7 @@ def _without_idle(stats: Stats) -> Stats:
 
 def _holds_gil(stats: Stats) -> bool:
     """Return whether threads wait for the GIL, rather than for something outside of Python."""
-    used, switch_s = on_average(stats, "cpu_s"), gil.switch_s()
+    used, switch_s = on_average(stats, "cpu_s"), usage.switch_s()
     if stats.backend != "thread" or switch_s is None or used > MORE_THAN_GIL:
         return False
     if _are_several_busy(stats) and _other_wait_share(stats) < LEAST_GIL_WAIT:
@@ -543,15 +543,11 @@ def _loop(stats: Stats) -> Bottleneck:
         return _cpus_of_loop(stats, itself, enough)
     if _takes_gil_from_loop(stats):
         return _threads_beside_loop(stats, itself, enough)
-    change = f"workers={enough}" if enough < workers and stats.backend != "inline" else ""
-    return Bottleneck(
-        "loop",
-        f"The bottleneck is the loop itself: {itself}.",
-        f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
-        if change
-        else "Faster data would not make it faster.",
-        change,
-    )
+    reason, change = f"The bottleneck is the loop itself: {itself}.", f"workers={enough}"
+    if enough < workers and stats.backend != "inline":
+        advice = f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
+        return Bottleneck("loop", reason, advice, change)
+    return Bottleneck("loop", reason, "Faster data would not make it faster.")
 
 
 def _loop_lacks_cpu(stats: Stats) -> bool:
@@ -593,7 +589,7 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
     """
     if stats.backend != "thread":
         return False
-    own_s, switch_s = min(_own_cpu_s(stats), stats.working_s), gil.switch_s()
+    own_s, switch_s = min(_own_cpu_s(stats), stats.working_s), usage.switch_s()
     waited_s = stats.working_s - own_s - stats.loop_lacked_s
     by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
     if stats.loop_switches is None or switch_s is None:
@@ -612,17 +608,15 @@ def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     # At best the loop no longer waits for the GIL, and the processes keep up with it.
     gain = _up_to(min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
     change = f"backend='process', workers={workers}"
-    is_known = workers > 0 and gain[1] >= WORTH_IT
-    return Bottleneck(
-        "source",
+    reason = (
         f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
         f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
-        "runs in one thread at a time.",
-        f"Use {change}, {_times(gain)}." if is_known else "Make the work of the threads cheaper.",
-        change if is_known else "",
-        gain if is_known else None,
+        "runs in one thread at a time."
     )
+    if workers > 0 and gain[1] >= WORTH_IT:
+        return Bottleneck("source", reason, f"Use {change}, {_times(gain)}.", change, gain)
+    return Bottleneck("source", reason, "Make the work of the threads cheaper.")
 
 
 def _passing(stats: Stats) -> Bottleneck:
@@ -986,8 +980,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the loop."""
     stats = _without_idle(stats)
     found = _find(stats)
-    doubt = _doubt(stats, found.kind)
-    return dataclasses.replace(found, reason=f"{found.reason}{doubt}") if doubt else found
+    return dataclasses.replace(found, reason=found.reason + _doubt(stats, found.kind))
 
 
 def _doubt(stats: Stats, kind: Kind) -> str:

@@ -1,10 +1,11 @@
-"""Reading CPU time, memory and the number of CPUs from the system, for threads and processes."""
+"""Reading CPU time, memory, the number of CPUs and the GIL, for threads and processes."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,11 @@ def cpus(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     quotas = (_or_none(_quota, files) for files in _quota_files(proc, cgroups))
     return min(allowed or os.cpu_count() or 1, *(quota or math.inf for quota in quotas), math.inf)
+
+
+def switch_s() -> float | None:
+    """Return the seconds after which a waiting thread asks for the GIL; None if there is no GIL."""
+    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", lambda: True)() else None
 
 
 def own_bytes(pid: int) -> int | None:

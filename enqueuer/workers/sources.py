@@ -506,7 +506,13 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         ['b', 'a', 'c', 'd']
     """
     buffer: list[Any] = []
-    failure: Exception | None = None
+
+    def left() -> Iterator[Any]:
+        while buffer:
+            at = int(draw() * len(buffer))
+            buffer[at], buffer[-1] = buffer[-1], buffer[at]
+            yield buffer.pop()
+
     try:
         for sample in samples:
             if sample is not None:
@@ -519,19 +525,11 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
                     sample = None
             yield sample
             del sample
-    except Exception as error:
+    except Exception:
         # After the samples that were made before it.
-        failure = error
-    while buffer:
-        at = int(draw() * len(buffer))
-        buffer[at], buffer[-1] = buffer[-1], buffer[at]
-        yield buffer.pop()
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        # Otherwise its traceback would refer to itself.
-        del failure
+        yield from left()
+        raise
+    yield from left()
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
 from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
-from enqueuer.monitoring import gil, usage
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
@@ -137,7 +137,7 @@ class ThreadDispatch(Dispatch[ThreadWorker]):
 class ThreadPool(WorkerPool[ThreadWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    shares_gil: ClassVar[bool] = gil.switch_s() is not None
+    shares_gil: ClassVar[bool] = usage.switch_s() is not None
     dispatch: ThreadDispatch
 
     def __init__(self, job: Job) -> None:
