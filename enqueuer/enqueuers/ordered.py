@@ -25,14 +25,8 @@ from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import is_async, is_indexable, name_of
-from enqueuer.workers.tasks import (
-    Counted,
-    Indexable,
-    TaskSource,
-    is_sequence,
-    length_of,
-)
+from enqueuer.workers.sources import is_async, is_indexable, is_sequence, name_of
+from enqueuer.workers.tasks import Counted, Indexable, TaskSource, length_of
 
 T = TypeVar("T")
 

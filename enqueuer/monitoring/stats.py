@@ -403,10 +403,15 @@ def on_average(stats: Stats, name: str) -> float:
     return ratio(total(stats, name), longest_s(stats))
 
 
-def workers_waiting_share(stats: Stats) -> float:
+def _workers_waiting_share(stats: Stats) -> float:
     """Return the share of their time in which the workers waited for room or a task, 0 to 1."""
     waited = total(stats, "waiting_s")
     return ratio(waited, waited + total(stats, "busy_s"))
+
+
+def workers_often_wait(stats: Stats) -> bool:
+    """Return whether the workers often wait, so that more of them would make no more."""
+    return _workers_waiting_share(stats) > OFTEN_WAITS
 
 
 def is_cheap(stats: Stats) -> bool:
@@ -446,9 +451,25 @@ def _computing_share(stats: Stats, of: Callable[[Stats, str], float] = total) ->
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
-def element_share(stats: Stats) -> float:
+def _element_share(stats: Stats) -> float:
     """Return the same share of the time of an element, of which a worker may make several."""
     return _computing_share(stats, of_elements)
+
+
+def elements_wait(stats: Stats) -> bool:
+    """Return whether elements mostly wait, and do not compute."""
+    return _element_share(stats) < IS_COMPUTING
+
+
+def fills_gil(stats: Stats) -> bool:
+    """Return whether the threads of a process use most of a CPU, and may wait for the GIL."""
+    processes = 1 if stats.backend == "thread" else len(stats.workers)
+    return on_average(stats, "cpu_s") >= IS_COMPUTING * processes
+
+
+def most_at_once(workers: int, now: int) -> int:
+    """Return the most elements at once in each of some workers that a change may name."""
+    return min(max(MANY, MOST_GROWTH * now), MOST_AT_ONCE // workers)
 
 
 def _other_wait_share(stats: Stats) -> float:
@@ -706,7 +727,7 @@ def _queue(stats: Stats) -> Bottleneck:
     return Bottleneck(
         "queue",
         f"The bottleneck is the queue: {_waited(stats)} for batches, and the workers "
-        f"{percent(workers_waiting_share(stats))} of theirs for room, so that they wait for each "
+        f"{percent(_workers_waiting_share(stats))} of theirs for room, so that they wait for each "
         "other.",
         f"Give max_queue_size={longer} instead of {stats.max_queue_size}, which may hold {memory}, "
         "or yield fewer and larger batches.",
@@ -857,7 +878,7 @@ def _advice_on_source(stats: Stats) -> Advice:
         )
     if _holds_gil(stats):
         return _instead_of_threads(stats, wanted)
-    if element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
+    if elements_wait(stats) and not any(worker.shards for worker in stats.workers):
         return _more_elements(stats, wanted)
     return _more_workers(stats, wanted)
 
@@ -921,7 +942,7 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     """Return the advice for elements that mostly wait."""
     now = elements_at_once(stats)
     needed = max(wanted * ratio(now, len(stats.workers)), now + 1)
-    waits = f"An element computes {percent(element_share(stats))} of its time and waits for the "
+    waits = f"An element computes {percent(_element_share(stats))} of its time and waits for the "
     # The first is the cheaper one.
     found = [_more_threads(stats, needed), _more_processes(stats, needed)]
     advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
@@ -939,11 +960,10 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     # Each process has a GIL, for the part of an element that computes. Threads that use most of a
     # CPU would soon wait for it.
     gils = 1 if is_thread else min(workers, max(1, int(stats.cpus)))
-    if on_average(stats, "cpu_s") >= IS_COMPUTING * (1 if is_thread else workers):
+    if fills_gil(stats):
         return None
-    most = gils * most_on(1.0, element_share(stats))
-    cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
-    each = _rounded_up(min(most, needed) / workers, cap)
+    most = gils * most_on(1.0, _element_share(stats))
+    each = _rounded_up(min(most, needed) / workers, most_at_once(workers, now // workers))
     if each * workers <= now:
         return None
     rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
@@ -955,7 +975,7 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
 def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
     """Return the advice to make the elements in more processes, if that helps."""
     workers, is_thread = len(stats.workers), stats.backend == "thread"
-    most_of_one = most_on(1.0, element_share(stats))
+    most_of_one = most_on(1.0, _element_share(stats))
     processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
     if processes <= (1 if is_thread else workers):
         return None
@@ -1021,7 +1041,7 @@ def _find(stats: Stats) -> Bottleneck:
 def _of_workers(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the workers, for which the loop waits."""
     waited, worked = total(stats, "waiting_s"), total(stats, "busy_s")
-    often_wait = workers_waiting_share(stats) > OFTEN_WAITS
+    often_wait = workers_often_wait(stats)
     # More room would not help workers that send most of their time, waits included.
     if total(stats, "sending_s") > MOSTLY * (worked + waited if often_wait else worked):
         return _transport(stats)

@@ -106,8 +106,6 @@ class Outbox:
         self.meter = Meter()
         # Where waits for orders and tickets are noted.
         self._waits = self.meter
-        # The threads that run elements, if there are several.
-        self.threads: ElementThreads | None = None
         self.sent = 0
         self._size = 0
         self._credit = credit
@@ -219,7 +217,6 @@ class Outbox:
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.
         self._waits = Meter()
-        self.threads = threads
         # The worker's own thread may be waiting for a ticket, and ends.
         threads.on_error = lambda error: self.close()
         return LockedSender(self)
