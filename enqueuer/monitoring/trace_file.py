@@ -163,11 +163,8 @@ class Track:
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         run = self._target.run & 0xFF
         name = f"{run:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        where: dict[str, Any] = {"cat": "item", "id": name, "ts": at // 1000}
-        if is_begin:
-            self._add(at, "item", "s", **where)
-        else:
-            self._add(at, "item", "f", bp="e", **where)
+        kind, more = ("s", {}) if is_begin else ("f", {"bp": "e"})
+        self._add(at, "item", kind, cat="item", id=name, ts=at // 1000, **more)
 
     def fill(self, at: int) -> None:
         """Mark the file as full."""

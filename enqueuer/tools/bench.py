@@ -26,7 +26,7 @@ from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.errors import BatchTimeout, EnqueuerWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.headroom import epochs
-from enqueuer.monitoring.stats import HARDLY_WAITS, Stats, cpus_used, total
+from enqueuer.monitoring.stats import HARDLY_WAITS, cpus_used, total
 from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, as_source, close, name_of
 
@@ -347,7 +347,16 @@ def measure_enqueued(
     except Exception as error:
         failed = f"{type(error).__name__}: {error}".splitlines()[0]
         return dataclasses.replace(setting, failed=failed[:_LONGEST_ERROR])
-    return dataclasses.replace(setting, **(numbers | _worker_numbers(before, after)))
+    during = after.since(before)
+    cpu_s, cpu_wait_s = total(during, "cpu_s"), total(during, "cpu_wait_s")
+    numbers |= {
+        "first_batch_s": after.first_batch_s or 0.0,
+        "cpus_used": cpus_used(during) if cpu_s else None,
+        "cpu_wait_share": cpu_wait_s / (cpu_s + cpu_wait_s) if cpu_wait_s else None,
+        "rss_bytes": total(after, "rss_bytes") or None,
+        "block_bytes": after.block_bytes,
+    }
+    return dataclasses.replace(setting, **numbers)
 
 
 @contextlib.contextmanager
@@ -366,19 +375,6 @@ def _running(
             timeout=wait_limit_s,
         ) as enqueuer:
             yield enqueuer
-
-
-def _worker_numbers(before: Stats, after: Stats) -> dict[str, Any]:
-    """Return CPU time and memory between two snapshots of the statistics."""
-    during = after.since(before)
-    cpu_s, cpu_wait_s = total(during, "cpu_s"), total(during, "cpu_wait_s")
-    return {
-        "first_batch_s": after.first_batch_s or 0.0,
-        "cpus_used": cpus_used(during) if cpu_s else None,
-        "cpu_wait_share": cpu_wait_s / (cpu_s + cpu_wait_s) if cpu_wait_s else None,
-        "rss_bytes": total(after, "rss_bytes") or None,
-        "block_bytes": after.block_bytes,
-    }
 
 
 @dataclasses.dataclass(frozen=True)

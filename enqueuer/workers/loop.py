@@ -243,10 +243,9 @@ class ShardStream:
         self.state_at_end: Any = None
         self._source = source
         self._start = start
-        # The iterator once it is open, and from its first turn on.
-        self._opened: Iterator[Any] | None = None
-        self._replayed = replay
+        # None until it is open.
         self._items: Iterator[Any] | None = None
+        self._replayed = replay
         self._stateful: Any = None
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
@@ -272,10 +271,10 @@ class ShardStream:
             alone: Whether there is no other shard whose turn is next.
         """
         self.in_user_code = True
-        if self._items is None:
-            self._items = self._open()
-            self._replay(self._items, sender)
-        index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
+        items = self._items if self._items is not None else self._open()
+        if self.number < self._start.number:
+            self._replay(items, sender)
+        index, number, stateful = self.shard.index, self.number, self._stateful
         reports = self._reports
         # Each item by itself where others take turns, where each has a state, or a trace.
         has_bunches = alone and stateful is None and hasattr(sender, "open_bunch")
@@ -360,8 +359,6 @@ class ShardStream:
                 send(Reported(self.shard.index, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
-        if self._opened is not None:
-            return self._opened
         wanted, state, behind, _ = self._start
         first = 0
         if state is None and self._source.can_begin_anywhere:
@@ -375,7 +372,7 @@ class ShardStream:
         if state is None and self._source.can_begin_anywhere:
             self._stateful = None
         self.number = first if state is None else wanted - behind
-        self._opened = items
+        self._items = items
         return items
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
@@ -404,6 +401,6 @@ class ShardStream:
         It must not hide the first error, and after a stop no loop is left to raise it to.
         """
         try:
-            close(self._opened)
+            close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
