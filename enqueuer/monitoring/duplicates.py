@@ -81,44 +81,44 @@ class FirstItems:
         twin = shard
         if not beginning.is_known:
             beginning.add(value)
-            if beginning.is_known:
-                self._left -= 1
-                if beginning.is_comparable:
-                    twin = self._shards.setdefault(tuple(beginning.digests), shard)
+            self._left -= beginning.is_known
+            if beginning.is_comparable:
+                twin = self._shards.setdefault(tuple(beginning.digests), shard)
         self.done = twin != shard or not self._left or not self._budget
         return None if twin == shard else (twin, shard)
 
 
 class _Beginning:
-    """The digests of a shard's first items, until these distinguish it from others."""
+    """The digests of a shard's first items, until these distinguish it from others.
+
+    Attributes:
+        digests: The digests.
+        is_known: Whether no further item is needed.
+        is_comparable: Whether the items hold enough, and are not one batch that is repeated.
+    """
 
     def __init__(self, least_bytes: int) -> None:
         self.digests: list[int] = []
         self._least_bytes = least_bytes
-        self.is_known = False
+        self.is_known = self.is_comparable = False
         self._size = 0
         # Whether all are integers or texts.
         self._are_plain = True
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether the items hold enough, and are not one batch that is repeated."""
-        different = len(set(self.digests))
-        is_long = self._size >= self._least_bytes and different > 1
-        return is_long or (self._are_plain and different == _MOST_ITEMS)
 
     def add(self, value: object) -> None:
         self._are_plain = self._are_plain and isinstance(value, (int, str))
         found = None if isinstance(value, (float, complex)) else digest(value)
         if found is None:
             # Such a shard is not compared.
-            self._size, self.is_known = 0, True
+            self.is_known = True
             return
         self.digests.append(found[0])
         self._size += found[1]
-        count = len(self.digests)
-        is_enough = count >= _LEAST_ITEMS and self._size >= self._least_bytes
-        self.is_known = is_enough or count == _MOST_ITEMS
+        count, different = len(self.digests), len(set(self.digests))
+        is_long = count >= _LEAST_ITEMS and self._size >= self._least_bytes
+        self.is_known = is_long or count == _MOST_ITEMS
+        are_different = self._are_plain and different == _MOST_ITEMS
+        self.is_comparable = are_different or (is_long and different > 1)
 
 
 def digest(value: object) -> Digest | None:

@@ -163,8 +163,9 @@ class Track:
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         run = self._target.run & 0xFF
         name = f"{run:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        kind, more = ("s", {}) if is_begin else ("f", {"bp": "e"})
-        self._add(at, "item", kind, cat="item", id=name, ts=at // 1000, **more)
+        where: dict[str, Any] = {} if is_begin else {"bp": "e"}
+        phase = "s" if is_begin else "f"
+        self._add(at, "item", phase, cat="item", id=name, ts=at // 1000, **where)
 
     def fill(self, at: int) -> None:
         """Mark the file as full."""
