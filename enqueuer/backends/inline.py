@@ -36,8 +36,7 @@ from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
-from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
-from enqueuer.workers.shards import do_nothing
+from enqueuer.workers.shards import GlobalStreams, SwappedStates, do_nothing, seed_globals
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource

@@ -14,8 +14,8 @@ from enqueuer.enqueuers.task_epoch import TaskEpoch
 from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import InvalidState, StateMismatch
 from enqueuer.workers.collate import stack
-from enqueuer.workers.element_threads import MOST_THREADS
 from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.task_loop import MOST_THREADS
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 

@@ -3,6 +3,7 @@
     serve: wait for an epoch -> turns -> wait for the next one -> ... -> exit
     turns: one item of each shard in turn, until all have ended or one has failed
     ShardStream: open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
+    Bunch: many items of a quick generator, by one call of C code
 
 Async generators of all shards are opened before the first turn, and then run side by side.
 
@@ -16,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections import deque
@@ -26,9 +28,17 @@ from typing import Any
 
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
-from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.event_loop import EventLoop, shard_loop
-from enqueuer.workers.messages import Channel, End, Epoch, Failure, Reported, Sender, Start
+from enqueuer.workers.messages import (
+    Channel,
+    End,
+    Epoch,
+    Failure,
+    ItemTuple,
+    Reported,
+    Sender,
+    Start,
+)
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
@@ -38,6 +48,10 @@ _log = logging.getLogger("enqueuer")
 
 # Seconds for which items are made again before that is logged: less is not noticed.
 _QUIET_S = 2.0
+
+_is_given = functools.partial(operator.is_not, None)
+# Stands for a value in the row before the first item.
+_FIRST = (True,)
 
 
 def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = None) -> None:
@@ -404,3 +418,87 @@ class ShardStream:
             close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
+
+
+class Bunch:
+    """The items that a worker sends without asking for room or counting in between.
+
+        gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
+
+    Python code runs only before and after a bunch. A bunch ends when its gate is used up or
+    cleared. A gate may call a function behind the first item, which wakes a loop that waits for it.
+    `zip` asks the gate before it asks the generator, so no item is lost. A bunch also ends with the
+    generator, with an exception, and with an item that is None.
+
+    Args:
+        gate: The shard once for each item, and once more. Any thread may clear it, which ends the
+            bunch after the item that is being made.
+        append_all: Function that sends the items of an iterator.
+        wake: Function written in C that is called as soon as the first item was sent; it returns
+            None. None: none is called.
+
+    Attributes:
+        gate: The gate.
+
+    Example:
+        >>> sent = []
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(10, iter("abcde")); bunch.asked, bunch.made
+        (3, 3)
+        >>> sent
+        [(7, 10, 'a', None), (7, 11, 'b', None), (7, 12, 'c', None)]
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(13, iter(["f", None, "g"])); bunch.asked, bunch.made
+        (2, 1)
+    """
+
+    def __init__(
+        self,
+        gate: list[int],
+        append_all: Callable[[Iterable[ItemTuple]], Any],
+        wake: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._size = len(gate)
+        self.gate = gate
+        self._wake = wake
+        self._append_all = append_all
+        self._numbers = iter(range(self._size))
+        self._left: itertools.repeat[Any] = itertools.repeat(None, self._size)
+
+    @property
+    def asked(self) -> int:
+        """Number of items that the generator was asked for; any thread may read this and `made`.
+
+        While the generator runs, and after an item of None, it is one more than `made`.
+        """
+        return max(0, self._size - 1 - operator.length_hint(self._numbers))
+
+    @property
+    def made(self) -> int:
+        """Number of items that the generator has made."""
+        return max(0, self._size - 1 - operator.length_hint(self._left))
+
+    def fill(self, number: int, values: Iterator[Any]) -> None:
+        """Send items.
+
+        Args:
+            number: Number of the first item.
+            values: Generator of the items.
+        """
+        self._numbers = iter(range(number - 1, number - 1 + self._size))
+        given = itertools.takewhile(_is_given, itertools.chain(_FIRST, values))
+        rows = zip(self._waking_gate(), self._numbers, given, self._left, strict=False)
+        # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
+        # of them, and with it an item that the loop has dropped.
+        kept = next(rows, None)
+        self._append_all(rows)
+        del kept
+
+    def _waking_gate(self) -> Iterable[int]:
+        """Return the gate, with the call behind the first item."""
+        if self._wake is None:
+            return self.gate
+        # The row before the first item, the item, the call, which yields nothing, and the rest.
+        rest = iter(self.gate)
+        wake: Iterator[Any] = filter(None, map(self._wake, _FIRST))
+        return itertools.chain(itertools.islice(rest, 2), wake, rest)

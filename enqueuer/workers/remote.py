@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
 from enqueuer.workers.plan import OnError, Plan, serve_failure
-from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import run_worker

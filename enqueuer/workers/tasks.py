@@ -25,8 +25,7 @@ from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
-from enqueuer.workers.seeding import borrowed_globals
-from enqueuer.workers.shards import EpochSeeds, Task
+from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
 from enqueuer.workers.sources import fingerprint_of, is_async, is_sequence, named, takes_two
 
 Element = TypeVar("Element", covariant=True)

@@ -22,10 +22,9 @@ from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget, Track, text_of
 from enqueuer.workers import loop
-from enqueuer.workers.element_threads import ElementThreads, ThreadJob
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
-from enqueuer.workers.task_loop import serve_concurrently, serve_tasks
+from enqueuer.workers.task_loop import ElementThreads, ThreadJob, serve_concurrently, serve_tasks
 from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")

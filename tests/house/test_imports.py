@@ -47,7 +47,6 @@ THIRD_PARTIES = {
         "datasets.epochs",
         "datasets.files.loaders",
         "workers.shards",
-        "workers.seeding",
         "enqueuers.ordered",
         "workers.tasks",
         "workers.collate",

@@ -27,9 +27,8 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import encode_error
 from enqueuer.transport.item_codec import Encoder
-from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Message, Sender, Ticket
-from enqueuer.workers.task_loop import LockedSender
+from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000

@@ -31,7 +31,7 @@ from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.errors import Closed
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WAITING, Meter
-from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.loop import Bunch
 from enqueuer.workers.messages import Empty, End, Failure, ItemTuple, Taken
 
 T = TypeVar("T")
