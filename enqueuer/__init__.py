@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.position import merge_states
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.headroom import Headroom, headroom
+    from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
-    from enqueuer.monitoring.worker_stats import WorkerStats
 
 __version__ = "0.2.0.dev0"
 
@@ -82,7 +82,7 @@ _MODULES = {
     "Processes": "enqueuers.options",
     "Ray": "enqueuers.options",
     "Stats": "monitoring.stats",
-    "WorkerStats": "monitoring.worker_stats",
+    "WorkerStats": "monitoring.meters",
     "headroom": "monitoring.headroom",
     "imap": "enqueuers.ordered",
     "merge_states": "enqueuers.position",

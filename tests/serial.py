@@ -13,8 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from enqueuer.workers.seeding import borrowed_globals
-from enqueuer.workers.shards import Shard
+from enqueuer.workers.shards import Shard, borrowed_globals
 
 SEED = 7
 

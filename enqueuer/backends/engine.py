@@ -29,8 +29,7 @@ from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here
 from enqueuer.errors import Closed, StartError, WorkerDied
-from enqueuer.monitoring.meters import LoopMeter
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import LoopMeter, WorkerStats
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 _log = logging.getLogger("enqueuer")

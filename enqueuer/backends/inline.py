@@ -29,16 +29,14 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError
-from enqueuer.monitoring.meters import WAITING, clock
+from enqueuer.monitoring.meters import WAITING, WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.monitoring.usage import Usage
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
-from enqueuer.workers.seeding import GlobalStreams, SwappedStates, seed_globals
-from enqueuer.workers.shards import do_nothing
+from enqueuer.workers.shards import GlobalStreams, SwappedStates, do_nothing, seed_globals
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource

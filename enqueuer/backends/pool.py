@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken, Ticket
 

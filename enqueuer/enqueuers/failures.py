@@ -20,8 +20,7 @@ from enqueuer.errors import InvalidState, StateMismatch, WorkerError
 from enqueuer.workers import logs
 from enqueuer.workers.messages import Failure, Reported, Ticket
 from enqueuer.workers.plan import OnError
-from enqueuer.workers.seeding import borrowed_globals
-from enqueuer.workers.shards import Seeded, Shard, Task
+from enqueuer.workers.shards import Seeded, Shard, Task, borrowed_globals
 from enqueuer.workers.sources import LiveSource, Source, close, iterate
 from enqueuer.workers.tasks import FETCH, TaskSource
 

@@ -24,16 +24,10 @@ from enqueuer.enqueuers.options import (
 from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
-from enqueuer.workers.element_threads import ASYNC_CONCURRENCY, MOST_THREADS
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import is_async, is_indexable, name_of
-from enqueuer.workers.tasks import (
-    Counted,
-    Indexable,
-    TaskSource,
-    is_sequence,
-    length_of,
-)
+from enqueuer.workers.sources import is_async, is_indexable, is_sequence, name_of
+from enqueuer.workers.task_loop import ASYNC_CONCURRENCY, MOST_THREADS
+from enqueuer.workers.tasks import Counted, Indexable, TaskSource, length_of
 
 T = TypeVar("T")
 

@@ -42,9 +42,8 @@ from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.meters import LoopMeter, clock, top_of
+from enqueuer.monitoring.meters import LoopMeter, WorkerStats, clock, top_of
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.worker_stats import WorkerStats
 from enqueuer.workers.messages import Epoch
 
 # Seconds from the request to exit until the last worker is killed. A generator's `finally` should

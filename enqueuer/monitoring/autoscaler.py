@@ -29,23 +29,19 @@ from typing import NamedTuple
 from enqueuer.common.text import percent, ratio
 from enqueuer.monitoring.stats import (
     HARDLY_WAITS,
-    IS_COMPUTING,
-    MANY,
-    MOST_AT_ONCE,
-    MOST_GROWTH,
     OFTEN_LACKS_CPU,
-    OFTEN_WAITS,
     PASSING_S,
     Stats,
-    element_share,
+    elements_wait,
+    fills_gil,
     is_cheap,
     longest_s,
+    most_at_once,
     most_on,
     of_elements,
-    on_average,
     total,
     use_s,
-    workers_waiting_share,
+    workers_often_wait,
 )
 
 # Seconds; in a shorter window, the numbers of a load that varies are mostly chance.
@@ -118,9 +114,7 @@ class Autoscaler:
         self._workers = workers
         self._shards = shards
         self._fewest_items = -(-FEWEST_ELEMENTS // elements)
-        self._most_cost_s = min(
-            MOST_COST_S, math.inf if longest_wait_s is None else longest_wait_s / 2
-        )
+        self._most_cost_s = min(MOST_COST_S, (longest_wait_s or math.inf) / 2)
         self._most_ever = self._as_fast_as(most)
         self._window_s = WINDOW_S
         # Snapshot when the number of workers changed last.
@@ -224,12 +218,11 @@ class Autoscaler:
         # As many as there are CPUs for, by what each item needs.
         computing_share = ratio(window.compute_s, self._least_s)
         most = min(most, self._as_fast_as(most_on(window.seen.cpus, computing_share)))
-        have_no_room = workers_waiting_share(window.seen) > OFTEN_WAITS
-        if have_no_room or is_cheap(window.seen):
+        if workers_often_wait(window.seen) or is_cheap(window.seen):
             return None
         reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
         if self._chooses_concurrency and window.elements_wait:
-            if not window.fills_gil:
+            if not fills_gil(window.seen):
                 return self._more_at_once(window, reason)
             if window.seen.backend == "thread":
                 return None
@@ -244,8 +237,7 @@ class Autoscaler:
         workers, now = self._workers, self.concurrency
         most = min(
             self._most_at_once,
-            MOST_AT_ONCE // workers,
-            max(MANY, MOST_GROWTH * now),
+            most_at_once(workers, now),
             # The Python code of all threads of a process runs one at a time. That they take jobs
             # in turn makes an element slower, so more of them fill a CPU than its own waits ask.
             most_on(1.0, ratio(window.compute_s, window.element_s)),
@@ -363,7 +355,6 @@ class _Window:
         use_s: Seconds that the loop takes for a batch.
         busy: Number of workers that were busy, on average.
         elements_wait: Whether elements mostly wait.
-        fills_gil: Whether those of a process use most of a CPU, and may wait for the GIL.
     """
 
     def __init__(self, seen: Stats) -> None:
@@ -380,9 +371,7 @@ class _Window:
         self.lacks_cpus = self.service_s < (1 - OFTEN_LACKS_CPU) * self.make_s
         self.use_s = max(use_s(seen), 1e-9)
         self.busy = busy_s / max(seen.seconds - seen.idle_s, 1e-9)
-        uses_cpu = IS_COMPUTING * (1 if seen.backend == "thread" else len(seen.workers))
-        self.elements_wait = is_known and element_share(seen) < IS_COMPUTING
-        self.fills_gil = on_average(seen, "cpu_s") >= uses_cpu
+        self.elements_wait = is_known and elements_wait(seen)
 
     @property
     def wanted(self) -> int:

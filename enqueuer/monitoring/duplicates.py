@@ -14,7 +14,7 @@ indices and paths, of which the first 16 all differ from each other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Hashable, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -81,44 +81,44 @@ class FirstItems:
         twin = shard
         if not beginning.is_known:
             beginning.add(value)
-            if beginning.is_known:
-                self._left -= 1
-                if beginning.is_comparable:
-                    twin = self._shards.setdefault(tuple(beginning.digests), shard)
+            self._left -= beginning.is_known
+            if beginning.is_comparable:
+                twin = self._shards.setdefault(tuple(beginning.digests), shard)
         self.done = twin != shard or not self._left or not self._budget
         return None if twin == shard else (twin, shard)
 
 
 class _Beginning:
-    """The digests of a shard's first items, until these distinguish it from others."""
+    """The digests of a shard's first items, until these distinguish it from others.
+
+    Attributes:
+        digests: The digests.
+        is_known: Whether no further item is needed.
+        is_comparable: Whether the items hold enough, and are not one batch that is repeated.
+    """
 
     def __init__(self, least_bytes: int) -> None:
         self.digests: list[int] = []
         self._least_bytes = least_bytes
-        self.is_known = False
+        self.is_known = self.is_comparable = False
         self._size = 0
         # Whether all are integers or texts.
         self._are_plain = True
-
-    @property
-    def is_comparable(self) -> bool:
-        """Whether the items hold enough, and are not one batch that is repeated."""
-        different = len(set(self.digests))
-        is_long = self._size >= self._least_bytes and different > 1
-        return is_long or (self._are_plain and different == _MOST_ITEMS)
 
     def add(self, value: object) -> None:
         self._are_plain = self._are_plain and isinstance(value, (int, str))
         found = None if isinstance(value, (float, complex)) else digest(value)
         if found is None:
             # Such a shard is not compared.
-            self._size, self.is_known = 0, True
+            self.is_known = True
             return
         self.digests.append(found[0])
         self._size += found[1]
-        count = len(self.digests)
-        is_enough = count >= _LEAST_ITEMS and self._size >= self._least_bytes
-        self.is_known = is_enough or count == _MOST_ITEMS
+        count, different = len(self.digests), len(set(self.digests))
+        is_long = count >= _LEAST_ITEMS and self._size >= self._least_bytes
+        self.is_known = is_long or count == _MOST_ITEMS
+        are_different = self._are_plain and different == _MOST_ITEMS
+        self.is_comparable = are_different or (is_long and different > 1)
 
 
 def digest(value: object) -> Digest | None:
@@ -128,78 +128,57 @@ def digest(value: object) -> Digest | None:
     objects with attributes. Of a large value, only samples from all over it are read. Digests of
     other processes are not comparable.
     """
-    reading = _Reading()
+    found = size = 0
     try:
-        size = reading.feed(value)
+        for content, nbytes in itertools.islice(_contents(value), _MOST_VALUES):
+            found, size = hash((found, content)), size + nbytes
     except raised_here(Exception):
         # A class of the user may raise anything. Such items are not compared.
         return None
-    return reading.digest, size
+    return found, size
 
 
-class _Reading:
-    """One item on its way into a digest."""
+def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Hashable, int]]:
+    """Yield what is read of each value in a nest, and its size in bytes.
 
-    def __init__(self) -> None:
-        self.digest = 0
-        self._left = _MOST_VALUES
-        self._depth = 0
+    Raises:
+        TypeError: A value is of a kind whose content is not known.
+    """
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        value = np.frombuffer(value, np.uint8)
+    kind = type(value).__name__
+    if isinstance(value, str):
+        yield (len(value), value[:: -(-len(value) // _MOST_BYTES) or 1]), len(value)
+    elif isinstance(value, (int, float, complex, type(None))):
+        yield f"{kind} {value!r}", 0 if value is None else 8
+    elif isinstance(getattr(value, "nbytes", None), int):
+        yield (kind, *_array_content(value)), int(value.nbytes)
+    elif depth == _MOST_DEEP:
+        raise TypeError("this is nested too deeply")
+    else:
+        parts = _parts_of(value)
+        yield (kind, len(parts)), 0
+        # Samples from all over a large one.
+        for part in parts[:: -(-len(parts) // _MOST_VALUES) or 1]:
+            yield from _contents(part, depth + 1)
 
-    def _update(self, data: bytes) -> None:
-        self.digest = hash((self.digest, data))
 
-    def feed(self, value: Any) -> int:
-        """Feed a value to the digest; return its bytes.
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, Set):
+        return sorted(value)
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    parts = value if isinstance(value, Mapping) else attributes_of(value)
+    if not parts and not isinstance(value, Mapping):
+        raise TypeError("the content of this object is not known")
+    return list(itertools.chain.from_iterable(parts.items()))
 
-        Raises:
-            TypeError: It is of a kind whose content is not known.
-        """
-        self._left -= 1
-        if self._left < 0:
-            return 0
-        if isinstance(value, (bytes, bytearray, memoryview)):
-            value = np.frombuffer(value, np.uint8)
-        if isinstance(value, (str, int, float, complex, type(None))):
-            return self._feed_plain(value)
-        self._update(type(value).__name__.encode())
-        if isinstance(getattr(value, "nbytes", None), int):
-            return self._feed_array(value)
-        if self._depth == _MOST_DEEP:
-            raise TypeError("this is nested too deeply")
-        self._depth += 1
-        size = sum(map(self.feed, self._content_of(value)))
-        self._depth -= 1
-        return size
 
-    def _feed_plain(self, value: str | complex | None) -> int:
-        if isinstance(value, str):
-            text = value if len(value) <= _MOST_BYTES else value[:: -(-len(value) // _MOST_BYTES)]
-            self._update(f"str {len(value)} {text}".encode(errors="replace"))
-            return len(value)
-        self._update(f"{type(value).__name__} {value!r}".encode())
-        return 0 if value is None else 8
-
-    def _content_of(self, value: Any) -> list[Any]:
-        """Return the content of a container or an object; samples from all over a large one."""
-        if isinstance(value, Set):
-            content = sorted(value)
-        elif isinstance(value, (tuple, list)):
-            content = list(value)
-        else:
-            parts = value if isinstance(value, Mapping) else attributes_of(value)
-            if not parts and not isinstance(value, Mapping):
-                raise TypeError("the content of this object is not known")
-            content = list(itertools.chain.from_iterable(parts.items()))
-        self._update(f"{len(content)}".encode())
-        return content[:: -(-len(content) // _MOST_VALUES) or 1]
-
-    def _feed_array(self, value: Any) -> int:
-        if value.nbytes > _MOST_BYTES and not is_in_memory(value):
-            raise TypeError("an array of another library may lie in a file, or on a GPU")
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise TypeError("the objects of an array are not read")
-        self._update(f"{array.dtype.str} {array.shape}".encode())
-        most = max(1, _MOST_BYTES // max(1, array.itemsize))
-        self._update(array.flat[:: -(-array.size // most) or 1].tobytes())
-        return int(array.nbytes)
+def _array_content(value: Any) -> tuple[Hashable, ...]:
+    if value.nbytes > _MOST_BYTES and not is_in_memory(value):
+        raise TypeError("an array of another library may lie in a file, or on a GPU")
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise TypeError("the objects of an array are not read")
+    most = max(1, _MOST_BYTES // max(1, array.itemsize))
+    return array.dtype.str, array.shape, array.flat[:: -(-array.size // most) or 1].tobytes()

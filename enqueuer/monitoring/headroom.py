@@ -112,35 +112,36 @@ def headroom(
 def _headroom(
     batches: Iterable[Batch], seconds: float, keep: int, report: Callable[[Headroom], object]
 ) -> Iterator[Batch]:
-    clock = time.perf_counter
     stream = epochs(itertools.repeat(batches))
     kept = []
     for batch in itertools.islice(stream, keep):
         kept.append(batch)
         yield batch
-    steps, waited_s, began = 0, 0.0, clock()
-    end, asked = began + seconds, began
-    for batch in stream:
-        waited_s += clock() - asked
-        yield batch
-        steps, asked = steps + 1, clock()
-        if asked >= end:
-            break
-    took_s = clock() - began
+    steps, took_s, waited_s = yield from _timed(stream, seconds)
     if not steps:
         raise ValueError(
             f"headroom needs more than keep={keep} batches, got {len(kept)}; give a smaller keep, "
             "or an iterable that can be iterated over again"
         )
-    del batch
-    repeated, replayed = itertools.cycle(kept), 0
-    began = clock()
-    end = began + seconds
-    while not replayed or clock() < end:
-        yield next(repeated)
-        replayed += 1
-    could_reach = replayed / (clock() - began)
-    report(Headroom(steps / took_s, could_reach, min(1.0, waited_s / took_s), steps, len(kept)))
+    repeated, repeated_s, _ = yield from _timed(itertools.cycle(kept), seconds)
+    could_reach, share = repeated / repeated_s, min(1.0, waited_s / took_s)
+    report(Headroom(steps / took_s, could_reach, share, steps, len(kept)))
+
+
+def _timed(
+    batches: Iterable[Batch], seconds: float
+) -> Generator[Batch, None, tuple[int, float, float]]:
+    """Yield batches for some seconds; return their number, the time, and that of the waits."""
+    clock, steps, waited_s = time.perf_counter, 0, 0.0
+    began = asked = clock()
+    for batch in batches:
+        waited_s += clock() - asked
+        yield batch
+        del batch
+        steps, asked = steps + 1, clock()
+        if asked >= began + seconds:
+            break
+    return steps, clock() - began, waited_s
 
 
 def epochs(each: Iterable[Iterable[Batch]]) -> Generator[Batch, None, None]:

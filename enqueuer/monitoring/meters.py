@@ -1,6 +1,7 @@
 """Measuring where a worker's time goes, and how long the loop waits for its batches.
 
     worker: Meter.pause(), resume() -> words of 8 bytes --> read by the loop's process, at any time
+            words, usage --worker_stats()--> WorkerStats --> since(earlier): the difference
     loop:   LoopMeter.pause(), resume() -> waits, by length and by worker
             LoopMeter.sample() -> depth of the queue
 
@@ -15,11 +16,15 @@ rest of its time is that of the generator.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import threading
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+from enqueuer.common.text import ratio
 from enqueuer.monitoring import usage
 
 # The same in all processes of a machine.
@@ -132,8 +137,7 @@ class LoopMeter:
         self.since = 0
         self.worker: int | None = None
         # Times at which epochs began, and the idle time until then.
-        self._began: list[int] = []
-        self._idle_before: list[int] = []
+        self._epochs: list[tuple[int, int]] = []
         # CPU time that this process had used when the last epoch ended.
         self._cpu_s_at_end = 0.0
         self.samples: list[tuple[int, int]] = []
@@ -200,8 +204,7 @@ class LoopMeter:
             now = clock()
             self.idle, self.idle_cpu_s = self.idled(now)
             self.ended = 0
-            self._began.append(now)
-            self._idle_before.append(self.idle)
+            self._epochs.append((now, self.idle))
 
     def idled(self, now: int) -> tuple[int, float]:
         """Return the nanoseconds between epochs until now, and the CPU time of the process then."""
@@ -212,8 +215,8 @@ class LoopMeter:
 
     def idled_since(self, began: int, now: int) -> int:
         """Return the nanoseconds between epochs since a time, such as the start of a worker."""
-        at = bisect.bisect_right(self._began, began)
-        before = self._idle_before[at - 1] if at else 0
+        at = bisect.bisect_right(self._epochs, (began, self.idle))
+        before = self._epochs[at - 1][1] if at else 0
         return min(self.idled(now)[0] - before, max(0, now - began))
 
     def _sort(self, waited: int) -> None:
@@ -268,3 +271,197 @@ def top_of(bucket: int) -> int:
     """
     exponent, sixteenth = divmod(bucket, 16)
     return (17 + sixteenth) << (exponent - 5)
+
+
+# --- a snapshot of a worker ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """The work of one worker since its start, and of the workers that it replaced.
+
+    Its time is divided into five: starting, making, sending, waiting, idle.
+
+    Attributes:
+        index: Index of the worker, from 0.
+        name: Its name, such as `"worker 0 (process 4711, forkserver)"`.
+        shards: Shards that it runs; empty for tasks, which any worker may take.
+        items: Number of items that it has sent.
+        bytes: Approximate size of these items: in processes as they were sent; in threads and
+            without workers every 256th item is measured and stands for the others.
+        started: Time of its start, in nanoseconds of `time.monotonic_ns()`.
+        starting_s: Seconds from its start until it was ready for the first order.
+        making_s: Seconds in the generator, or in `map` and `__getitem__`.
+        sending_s: Seconds of pickling and copying; of small items a sample stands for all.
+            0 in threads.
+        waiting_s: Seconds in which it had an item and no room for it, or no task.
+        idle_s: Seconds between epochs, or after its last item.
+        cpu_s: Seconds of CPU time since it was ready, with all threads of a process; None if the
+            system does not report it, here and below.
+        cpu_wait_s: Seconds since then in which it could have run, but had no CPU.
+        rss_bytes: Memory of its process, with what it shares with others; None for a thread.
+        blocks: Number of blocks of shared memory in which its items lie, waiting, in use or free.
+        block_bytes: Size of these blocks.
+        switches: Number of times that it gave up its CPU to wait for something; None for a
+            process.
+        concurrency: Number of elements that it runs at once, each in a thread; 1 for shards. The
+            seconds of CPU time, and those without a CPU, are sums over these threads. Its other
+            times are their means.
+    """
+
+    index: int
+    name: str
+    shards: tuple[int, ...]
+    items: int
+    bytes: int
+    started: int
+    starting_s: float
+    making_s: float
+    sending_s: float
+    waiting_s: float
+    idle_s: float
+    cpu_s: float | None = None
+    cpu_wait_s: float | None = None
+    rss_bytes: int | None = None
+    blocks: int = 0
+    block_bytes: int = 0
+    switches: int | None = None
+    concurrency: int = 1
+
+    @property
+    def busy_share(self) -> float:
+        """Share of its time, without starting and idling, in which it did not wait; 0 to 1."""
+        return ratio(self.busy_s, self.busy_s + self.waiting_s)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it worked."""
+        return self.making_s + self.sending_s
+
+    @property
+    def waiting_share(self) -> float:
+        """Share of its time, without starting and idling, in which it waited; 0 to 1."""
+        return ratio(self.waiting_s, self.busy_s + self.waiting_s)
+
+    @property
+    def per_item_s(self) -> float:
+        """Seconds of work for each item."""
+        return ratio(self.busy_s, self.items)
+
+    @property
+    def lacked_s(self) -> float:
+        """Seconds of its work in which it had no CPU; the system counts its waits, too."""
+        return min((self.cpu_wait_s or 0.0) / self.concurrency, self.busy_s)
+
+    @property
+    def other_wait_s(self) -> float:
+        """Seconds of its work in which it waited for a file, a network, a lock or the GIL."""
+        cpu_s = (self.cpu_s or 0.0) / self.concurrency
+        return self.busy_s - min(cpu_s + self.lacked_s, self.busy_s)
+
+    def outside_s(self, switch_s: float) -> float:
+        """Return the least time that a thread can have waited for something other than the GIL.
+
+        A thread that waits for the GIL asks for it again each `switch_s`, and gives up its CPU
+        each time. If it waited longer than that, it waited for a file, a network or a sleep.
+
+        Example:
+            >>> facts = (0, "worker 0", (), 9, 0, 0)
+            >>> times = dict(starting_s=0.0, making_s=10.0, sending_s=0.0, waiting_s=0.0)
+            >>> worker = WorkerStats(*facts, **times, idle_s=0.0, cpu_s=1.0, switches=300)
+            >>> worker.outside_s(0.005)
+            7.5
+        """
+        if self.switches is None or self.cpu_s is None:
+            return 0.0
+        return max(0.0, self.other_wait_s - self.switches * switch_s / self.concurrency)
+
+    def since(self, earlier: WorkerStats) -> WorkerStats:
+        """Return its work since an earlier snapshot."""
+        return self._with(earlier, -1)
+
+    def with_idle(self, idle_s: float) -> WorkerStats:
+        """Return the same, with the time between epochs, in which there are no tasks, as idle.
+
+        A worker that waits for a task does not know whether the epoch is over.
+        """
+        if self.shards:
+            return self
+        idle_s = min(idle_s, self.waiting_s)
+        waiting_s = self.waiting_s - idle_s
+        return dataclasses.replace(self, waiting_s=waiting_s, idle_s=self.idle_s + idle_s)
+
+    def after(self, before: WorkerStats) -> WorkerStats:
+        """Return the same with the work of the worker that was in this place before."""
+        return self._with(before, 1)
+
+    def _with(self, other: WorkerStats, sign: int) -> WorkerStats:
+        changed: dict[str, Any] = {
+            name: getattr(self, name) + sign * (getattr(other, name) or 0)
+            for name in _COUNTED
+            if getattr(self, name) is not None
+        }
+        # Between epochs that failed, it may have worked.
+        changed["waiting_s"] = max(0.0, changed["waiting_s"])
+        if sign > 0:
+            changed["started"] = other.started
+        elif changed["making_s"] < 0:
+            # An item that was being sent then counted as being made: sending is noted at its end.
+            changed["sending_s"] = max(0.0, changed["sending_s"] + changed["making_s"])
+            changed["making_s"] = 0.0
+        return dataclasses.replace(self, **changed)
+
+
+_COUNTED = (
+    *("items", "bytes", "starting_s", "making_s", "sending_s", "waiting_s", "idle_s"),
+    *("cpu_s", "cpu_wait_s", "switches"),
+)
+
+
+def worker_stats(
+    worker: Any,
+    words: memoryview[int],
+    sent: tuple[int, int],
+    used: usage.Usage,
+    began: int,
+    memory: tuple[int, int] = (0, 0),
+) -> WorkerStats:
+    """Make a snapshot of a worker.
+
+    Args:
+        worker: The worker, with its index and its shards.
+        words: Words of its meter.
+        sent: Number of items that it has sent, and their bytes.
+        used: CPU time and memory that it has used.
+        began: Time of its start, of `clock()`.
+        memory: Number of its blocks, and their bytes.
+    """
+    now = clock()
+    ready, phase, since = words[BEGAN], words[PHASE], words[SINCE]
+    spent = {WAITING: words[WAITING], IDLE: words[IDLE]}
+    if phase in spent:
+        spent[phase] += max(0, now - since)
+    waiting, idle = spent.values()
+    sending = words[SENDING]
+    working = now - ready - waiting - idle if ready else 0
+    # The start is not part of the work.
+    before = used._replace(switches=0)
+    if ready:
+        before = usage.Usage(words[CPU_BEFORE] / 1e9, words[CPU_WAIT_BEFORE] / 1e9, switches=0)
+    return WorkerStats(
+        index=worker.index,
+        name=str(worker),
+        shards=worker.shards,
+        items=sent[0],
+        bytes=sent[1],
+        started=began,
+        # It may have been ready before its start was noted.
+        starting_s=max(0, (ready or now) - began) / 1e9,
+        making_s=max(0, working - sending) / 1e9,
+        sending_s=min(sending, max(0, working)) / 1e9,
+        waiting_s=waiting / 1e9,
+        idle_s=idle / 1e9,
+        blocks=memory[0],
+        block_bytes=memory[1],
+        **used.since(before)._asdict(),
+    )

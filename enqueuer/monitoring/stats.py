@@ -29,13 +29,14 @@ import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
-from enqueuer.monitoring import gil
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.meters import WorkerStats
 
 # Share of one CPU, which is all that Python code can use.
 GIL_IS_BUSY = 0.85
@@ -286,14 +287,14 @@ class Stats:
             1
         """
         before = {(worker.index, worker.started): worker for worker in earlier.workers}
-        waits = {at: count - earlier.waits.get(at, 0) for at, count in self.waits.items()}
         return dataclasses.replace(
             self,
-            **{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _COUNTED},
-            loop_switches=None
-            if self.loop_switches is None
-            else self.loop_switches - (earlier.loop_switches or 0),
-            waits={at: count for at, count in waits.items() if count > 0},
+            **{
+                name: max(0, getattr(self, name) - (getattr(earlier, name) or 0))
+                for name in _COUNTED
+                if getattr(self, name) is not None
+            },
+            waits=dict(Counter(self.waits) - Counter(earlier.waits)),
             waited_for={
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
                 for index, seconds in self.waited_for.items()
@@ -354,6 +355,7 @@ class Stats:
 _COUNTED = (
     *("seconds", "items", "first_wait_s", "waiting_s", "reading_s", "working_s", "idle_s"),
     *("error_count", "restart_count", "loop_cpu_s", "loop_lacked_s", "idle_cpu_s"),
+    "loop_switches",
 )
 _HEAD = ("worker", "items", "bytes", "making", "sending", "waiting", "CPU", "memory")
 
@@ -404,10 +406,15 @@ def on_average(stats: Stats, name: str) -> float:
     return ratio(total(stats, name), longest_s(stats))
 
 
-def workers_waiting_share(stats: Stats) -> float:
+def _workers_waiting_share(stats: Stats) -> float:
     """Return the share of their time in which the workers waited for room or a task, 0 to 1."""
     waited = total(stats, "waiting_s")
     return ratio(waited, waited + total(stats, "busy_s"))
+
+
+def workers_often_wait(stats: Stats) -> bool:
+    """Return whether the workers often wait, so that more of them would make no more."""
+    return _workers_waiting_share(stats) > OFTEN_WAITS
 
 
 def is_cheap(stats: Stats) -> bool:
@@ -441,16 +448,31 @@ def of_elements(stats: Stats, name: str) -> float:
     return math.fsum(getattr(worker, name) * worker.concurrency for worker in stats.workers)
 
 
-def _computing_share(stats: Stats) -> float:
+def _computing_share(stats: Stats, of: Callable[[Stats, str], float] = total) -> float:
     """Return the share of its work in which a worker computes, if it never lacks a CPU, 0 to 1."""
-    worked = total(stats, "busy_s") - total(stats, "lacked_s")
+    worked = of(stats, "busy_s") - of(stats, "lacked_s")
     return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
 
 
-def element_share(stats: Stats) -> float:
+def _element_share(stats: Stats) -> float:
     """Return the same share of the time of an element, of which a worker may make several."""
-    worked = of_elements(stats, "busy_s") - of_elements(stats, "lacked_s")
-    return min(1.0, ratio(total(stats, "cpu_s"), max(worked, 1e-9)))
+    return _computing_share(stats, of_elements)
+
+
+def elements_wait(stats: Stats) -> bool:
+    """Return whether elements mostly wait, and do not compute."""
+    return _element_share(stats) < IS_COMPUTING
+
+
+def fills_gil(stats: Stats) -> bool:
+    """Return whether the threads of a process use most of a CPU, and may wait for the GIL."""
+    processes = 1 if stats.backend == "thread" else len(stats.workers)
+    return on_average(stats, "cpu_s") >= IS_COMPUTING * processes
+
+
+def most_at_once(workers: int, now: int) -> int:
+    """Return the most elements at once in each of some workers that a change may name."""
+    return min(max(MANY, MOST_GROWTH * now), MOST_AT_ONCE // workers)
 
 
 def _other_wait_share(stats: Stats) -> float:
@@ -472,9 +494,7 @@ def cpus_used(stats: Stats) -> float:
 def _without_idle(stats: Stats) -> Stats:
     """Return the same without the time between epochs, and without what the loop did then."""
     # Per second of CPU time, the loop has no CPU as long as in the epochs.
-    by_threads_s = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
-    own_s = max(0.0, stats.loop_cpu_s - by_threads_s)
-    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, own_s))
+    in_epochs = 1 - min(1.0, ratio(stats.idle_cpu_s, _own_cpu_s(stats)))
     return dataclasses.replace(
         stats,
         seconds=stats.seconds - stats.idle_s,
@@ -487,7 +507,7 @@ def _without_idle(stats: Stats) -> Stats:
 
 def _holds_gil(stats: Stats) -> bool:
     """Return whether threads wait for the GIL, rather than for something outside of Python."""
-    used, switch_s = on_average(stats, "cpu_s"), gil.switch_s()
+    used, switch_s = on_average(stats, "cpu_s"), usage.switch_s()
     if stats.backend != "thread" or switch_s is None or used > MORE_THAN_GIL:
         return False
     if _are_several_busy(stats) and _other_wait_share(stats) < LEAST_GIL_WAIT:
@@ -495,7 +515,7 @@ def _holds_gil(stats: Stats) -> bool:
         return False
     worked, lacked = total(stats, "busy_s"), total(stats, "lacked_s")
     # The loop does not hold it while it waits.
-    by_loop = ratio(_own_cpu_s(stats), stats.seconds)
+    by_loop = ratio(min(_own_cpu_s(stats), stats.working_s), stats.seconds)
     # With the waits for a CPU: a thread that holds the GIL keeps it meanwhile. That is the
     # most of the time that it can have been held, and what follows is the least.
     if used + on_average(stats, "lacked_s") + by_loop < GIL_IS_BUSY:
@@ -547,15 +567,11 @@ def _loop(stats: Stats) -> Bottleneck:
         return _cpus_of_loop(stats, itself, enough)
     if _takes_gil_from_loop(stats):
         return _threads_beside_loop(stats, itself, enough)
-    change = f"workers={enough}" if enough < workers and stats.backend != "inline" else ""
-    return Bottleneck(
-        "loop",
-        f"The bottleneck is the loop itself: {itself}.",
-        f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
-        if change
-        else "Faster data would not make it faster.",
-        change,
-    )
+    reason, change = f"The bottleneck is the loop itself: {itself}.", f"workers={enough}"
+    if enough < workers and stats.backend != "inline":
+        advice = f"{pluralize(enough, 'worker')} would do as well as {workers}: {change}."
+        return Bottleneck("loop", reason, advice, change)
+    return Bottleneck("loop", reason, "Faster data would not make it faster.")
 
 
 def _loop_lacks_cpu(stats: Stats) -> bool:
@@ -586,7 +602,7 @@ def _cpus_of_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
 def _own_cpu_s(stats: Stats) -> float:
     """Return the CPU time of the loop itself, without that of threads that make batches."""
     by_threads = total(stats, "cpu_s") if stats.backend == "thread" else 0.0
-    return min(max(0.0, stats.loop_cpu_s - by_threads), stats.working_s)
+    return max(0.0, stats.loop_cpu_s - by_threads)
 
 
 def _takes_gil_from_loop(stats: Stats) -> bool:
@@ -597,7 +613,7 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
     """
     if stats.backend != "thread":
         return False
-    own_s, switch_s = _own_cpu_s(stats), gil.switch_s()
+    own_s, switch_s = min(_own_cpu_s(stats), stats.working_s), usage.switch_s()
     waited_s = stats.working_s - own_s - stats.loop_lacked_s
     by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
     if stats.loop_switches is None or switch_s is None:
@@ -612,21 +628,19 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
 def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that threads run Python code while the loop would."""
     workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
-    own_s, by_threads_s = _own_cpu_s(stats), total(stats, "cpu_s")
+    own_s, by_threads_s = min(_own_cpu_s(stats), stats.working_s), total(stats, "cpu_s")
     # At best the loop no longer waits for the GIL, and the processes keep up with it.
     gain = _up_to(min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
     change = f"backend='process', workers={workers}"
-    is_known = workers > 0 and gain[1] >= WORTH_IT
-    return Bottleneck(
-        "source",
+    reason = (
         f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
         f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
-        "runs in one thread at a time.",
-        f"Use {change}, {_times(gain)}." if is_known else "Make the work of the threads cheaper.",
-        change if is_known else "",
-        gain if is_known else None,
+        "runs in one thread at a time."
     )
+    if workers > 0 and gain[1] >= WORTH_IT:
+        return Bottleneck("source", reason, f"Use {change}, {_times(gain)}.", change, gain)
+    return Bottleneck("source", reason, "Make the work of the threads cheaper.")
 
 
 def _passing(stats: Stats) -> Bottleneck:
@@ -716,7 +730,7 @@ def _queue(stats: Stats) -> Bottleneck:
     return Bottleneck(
         "queue",
         f"The bottleneck is the queue: {_waited(stats)} for batches, and the workers "
-        f"{percent(workers_waiting_share(stats))} of theirs for room, so that they wait for each "
+        f"{percent(_workers_waiting_share(stats))} of theirs for room, so that they wait for each "
         "other.",
         f"Give max_queue_size={longer} instead of {stats.max_queue_size}, which may hold {memory}, "
         "or yield fewer and larger batches.",
@@ -738,15 +752,12 @@ def _transport(stats: Stats) -> Bottleneck:
     if stats.backend == "process" and then[1] > WORTH_IT * WORTH_IT:
         change, gain = "backend='thread'", then
         advice = f"Use backend='thread', which sends nothing, {_times(gain)}. Or: {advice.lower()}"
-    return Bottleneck(
-        "transport",
+    reason = (
         f"The bottleneck is the transport: {percent(stats.waiting_share)} of the loop's time goes "
         f"into waiting; an item of {size(each)} takes {duration(made_s)} "
-        f"to make and {duration(per_item(stats, 'sending_s'))} to send.",
-        f"{advice}.",
-        change,
-        gain,
+        f"to make and {duration(per_item(stats, 'sending_s'))} to send."
     )
+    return Bottleneck("transport", reason, f"{advice}.", change, gain)
 
 
 def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
@@ -870,7 +881,7 @@ def _advice_on_source(stats: Stats) -> Advice:
         )
     if _holds_gil(stats):
         return _instead_of_threads(stats, wanted)
-    if element_share(stats) < IS_COMPUTING and not any(w.shards for w in stats.workers):
+    if elements_wait(stats) and not any(worker.shards for worker in stats.workers):
         return _more_elements(stats, wanted)
     return _more_workers(stats, wanted)
 
@@ -919,28 +930,22 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
             f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
             f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper."
         )
-    if is_several:
-        return Advice(
-            f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
-            "probably in Python, which runs in one thread at a time: use "
-            f"{change}, {_times(gain)}.",
-            change,
-            gain,
-        )
-    return Advice(
-        f"The thread computes {share} of the time in which it has a CPU: use {change}, "
+    text = (
+        f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
+        f"probably in Python, which runs in one thread at a time: use {change}, {_times(gain)}."
+        if is_several
+        else f"The thread computes {share} of the time in which it has a CPU: use {change}, "
         f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
-        f"workers={processes} would help as well.",
-        change,
-        gain,
+        f"workers={processes} would help as well."
     )
+    return Advice(text, change, gain)
 
 
 def _more_elements(stats: Stats, wanted: int) -> Advice:
     """Return the advice for elements that mostly wait."""
     now = elements_at_once(stats)
     needed = max(wanted * ratio(now, len(stats.workers)), now + 1)
-    waits = f"An element computes {percent(element_share(stats))} of its time and waits for the "
+    waits = f"An element computes {percent(_element_share(stats))} of its time and waits for the "
     # The first is the cheaper one.
     found = [_more_threads(stats, needed), _more_processes(stats, needed)]
     advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
@@ -958,27 +963,22 @@ def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, f
     # Each process has a GIL, for the part of an element that computes. Threads that use most of a
     # CPU would soon wait for it.
     gils = 1 if is_thread else min(workers, max(1, int(stats.cpus)))
-    if on_average(stats, "cpu_s") >= IS_COMPUTING * (1 if is_thread else workers):
+    if fills_gil(stats):
         return None
-    most = gils * most_on(1.0, element_share(stats))
-    cap = min(max(MANY, MOST_GROWTH * now // workers), MOST_AT_ONCE // workers)
-    each = _rounded_up(min(most, needed) / workers, cap)
+    most = gils * most_on(1.0, _element_share(stats))
+    each = _rounded_up(min(most, needed) / workers, most_at_once(workers, now // workers))
     if each * workers <= now:
         return None
     rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
     gain = _gain(stats, rate, surely=_more_batches(stats, workers, each))
-    return (
-        f"rest, so let each worker make more of them at once: {change} (now {now // workers}), "
-        f"{_times(gain)}.",
-        change,
-        gain,
-    )
+    text = f"rest, so let each worker make more of them at once: {change} (now {now // workers})"
+    return f"{text}, {_times(gain)}.", change, gain
 
 
 def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
     """Return the advice to make the elements in more processes, if that helps."""
     workers, is_thread = len(stats.workers), stats.backend == "thread"
-    most_of_one = most_on(1.0, element_share(stats))
+    most_of_one = most_on(1.0, _element_share(stats))
     processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
     if processes <= (1 if is_thread else workers):
         return None
@@ -990,12 +990,8 @@ def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float,
     gain = _gain(stats, rate, False, _more_batches(stats, processes, each))
     if gain[1] < WORTH_IT:
         return None
-    return (
-        "rest, but the Python code of all threads of a process runs one at a time: use "
-        f"{change}, {_times(gain)}.",
-        change,
-        gain,
-    )
+    text = "rest, but the Python code of all threads of a process runs one at a time: use"
+    return f"{text} {change}, {_times(gain)}.", change, gain
 
 
 def _rounded_up(number: float, most: int) -> int:
@@ -1007,8 +1003,7 @@ def find_bottleneck(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the loop."""
     stats = _without_idle(stats)
     found = _find(stats)
-    doubt = _doubt(stats, found.kind)
-    return dataclasses.replace(found, reason=f"{found.reason}{doubt}") if doubt else found
+    return dataclasses.replace(found, reason=found.reason + _doubt(stats, found.kind))
 
 
 def _doubt(stats: Stats, kind: Kind) -> str:
@@ -1049,7 +1044,7 @@ def _find(stats: Stats) -> Bottleneck:
 def _of_workers(stats: Stats) -> Bottleneck:
     """Find what limits the rate of the workers, for which the loop waits."""
     waited, worked = total(stats, "waiting_s"), total(stats, "busy_s")
-    often_wait = workers_waiting_share(stats) > OFTEN_WAITS
+    often_wait = workers_often_wait(stats)
     # More room would not help workers that send most of their time, waits included.
     if total(stats, "sending_s") > MOSTLY * (worked + waited if often_wait else worked):
         return _transport(stats)

@@ -86,8 +86,7 @@ class Track:
         self._target = target
         self._pid = os.getpid()
         self._row = {"pid": self._pid, "tid": tid}
-        self._lines: list[str] = []
-        self._size = 0
+        self._kept = bytearray()
         self._due = 0
         self._fd: Descriptor | None = None
         try:
@@ -111,27 +110,25 @@ class Track:
         """
         if self._fd is None or self.is_full:
             return
-        if not self._lines:
+        if not self._kept:
             self._due = now + FLUSH_NS
-        line = self._line(name, phase, args, **more)
-        self._lines.append(line)
-        self._size += len(line)
-        if self._size > FLUSH_BYTES or now > self._due:
+        self._kept += self._line(name, phase, args, **more) + b",\n"
+        if len(self._kept) > FLUSH_BYTES or now > self._due:
             self.flush()
 
-    def _line(self, name: str, phase: str, args: _Args = _NO_ARGS, **more: Any) -> str:
+    def _line(self, name: str, phase: str, args: _Args = _NO_ARGS, **more: Any) -> bytes:
         event = {"name": name, "ph": phase, **self._row, **more}
-        return self._dumps({**event, "args": args} if args else event)
+        return self._dumps({**event, "args": args} if args else event).encode()
 
     def flush(self) -> None:
         """Write the events that are kept, unless the file is full."""
-        lines, self._lines, self._size = self._lines, [], 0
-        if lines and self._fd is not None and self._is_mine():
+        kept, self._kept = self._kept, bytearray()
+        if kept and self._fd is not None and self._is_mine():
             self.is_full = self.is_full or os.fstat(self._fd.fileno()).st_size > MOST_BYTES
             if not self.is_full:
-                self.write(",\n".join([*lines, ""]).encode())
+                self.write(kept)
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray) -> None:
         """Write data as they are, also to a full file."""
         if self._fd is None or not self._is_mine():
             return
@@ -166,21 +163,19 @@ class Track:
         # Perfetto reads 64 bits. Without the other bits, an arrow may be wrong, but nothing else.
         run = self._target.run & 0xFF
         name = f"{run:02x}{epoch & 0xFFF:03x}{shard & 0xFFF:03x}{item & 0xFFFFFFFF:08x}"
-        where: dict[str, Any] = {"cat": "item", "id": name, "ts": at // 1000}
-        if is_begin:
-            self._add(at, "item", "s", **where)
-        else:
-            self._add(at, "item", "f", bp="e", **where)
+        where: dict[str, Any] = {} if is_begin else {"bp": "e"}
+        phase = "s" if is_begin else "f"
+        self._add(at, "item", phase, cat="item", id=name, ts=at // 1000, **where)
 
     def fill(self, at: int) -> None:
         """Mark the file as full."""
         line = self._line("full", "i", {"limit_bytes": MOST_BYTES}, ts=at // 1000, s="p")
-        self.write(line.encode() + b",\n")
+        self.write(line + b",\n")
 
     def end(self, at: int) -> None:
         """Record the last instant, so that the file is JSON in the strict sense, and close it."""
         self.flush()
-        self.write(self._line("end", "i", ts=at // 1000, s="p").encode() + _TAIL)
+        self.write(self._line("end", "i", ts=at // 1000, s="p") + _TAIL)
         self._target.over = True
         self.close()
 

@@ -1,13 +1,14 @@
-"""Reading CPU time, memory and the number of CPUs from the system, for threads and processes."""
+"""Reading CPU time, memory, the number of CPUs and the GIL, for threads and processes."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from enqueuer.common.catching import raised_here
@@ -17,6 +18,15 @@ T = TypeVar("T")
 
 # Share of the available memory; the rest is for batches, and for workers that grow.
 _OF_MEMORY = 0.8
+# Files with the limit and the usage of memory, and names in `memory.stat` of files in the cache, by
+# the version of control groups.
+_MEMORY_FILES = {
+    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
+    1: (
+        *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("total_inactive_file", "total_active_file"),
+    ),
+}
 
 
 class Usage(NamedTuple):
@@ -36,12 +46,8 @@ class Usage(NamedTuple):
 
     def since(self, earlier: Usage) -> Usage:
         """Return what was used since an earlier time; the memory is that of now."""
-        return Usage(
-            _difference(self.cpu_s, earlier.cpu_s),
-            _difference(self.cpu_wait_s, earlier.cpu_wait_s),
-            self.rss_bytes,
-            _difference(self.switches, earlier.switches),
-        )
+        used: Any = map(_difference, self, earlier)
+        return Usage(*used)._replace(rss_bytes=self.rss_bytes)
 
 
 def of_process(pid: int, has_threads: bool = False) -> Usage:
@@ -83,8 +89,13 @@ def of_threads(threads: Sequence[threading.Thread]) -> Usage:
 def cpus(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
     """Return the number of CPUs that this process may use, as by the limit of its container."""
     allowed = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
-    quotas = (_or_none(_quota, files) for files in _quota_files(proc, cgroups))
+    quotas = (_or_none(_quota, *group) for group in _groups("cpu", proc, cgroups))
     return min(allowed or os.cpu_count() or 1, *(quota or math.inf for quota in quotas), math.inf)
+
+
+def switch_s() -> float | None:
+    """Return the seconds after which a waiting thread asks for the GIL; None if there is no GIL."""
+    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", lambda: True)() else None
 
 
 def own_bytes(pid: int) -> int | None:
@@ -103,7 +114,8 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
     if facts is None:
         return None
     free = 1024 * facts["MemAvailable:"] if "MemAvailable:" in facts else None
-    for folder, limit, used, cached in _memory_groups(proc, cgroups):
+    for folder, version in _groups("memory", proc, cgroups):
+        limit, used, *cached = _MEMORY_FILES[version]
         most, now = (_or_none(_number, f"{folder}/{name}") for name in (limit, used))
         stat = _or_none(_numbers, f"{folder}/memory.stat")
         # There is no such group, or its limit is "max".
@@ -124,32 +136,21 @@ def room_for(free_bytes: int, each_bytes: int) -> int:
     return int(_OF_MEMORY * free_bytes / max(1, each_bytes))
 
 
-def _memory_groups(proc: str, root: str) -> Iterator[tuple[str, str, str, tuple[str, str]]]:
-    """Yield the control groups of this process and those around them.
+@functools.cache
+def _groups(controller: str, proc: str, root: str) -> list[tuple[str, int]]:
+    """Return the folders of the control groups of this process and around it, and their versions.
 
-    Yields:
-        A folder, and the names of its files and of the lines of `memory.stat` with the numbers:
-        of version 2 of control groups, or of 1.
+    A process hardly ever changes its groups.
     """
-    for folder, version in _groups("memory", proc, root):
-        if version == 2:
-            files, cached = ("memory.max", "memory.current"), ("inactive_file", "active_file")
-        else:
-            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cached = ("total_inactive_file", "total_active_file")
-        yield folder, *files, cached
-
-
-def _groups(controller: str, proc: str, root: str) -> Iterator[tuple[str, int]]:
-    """Yield the folder of each control group of this process and around it, and its version."""
+    found = []
     for line in (_or_none(_text, f"{proc}/self/cgroup") or "").splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
             continue
         base, version = (root, 2) if number == "0" else (f"{root}/{controller}", 1)
         parts = [part for part in path.split("/") if part]
-        for end in range(len(parts), -1, -1):
-            yield "/".join([base, *parts[:end]]), version
+        found += [("/".join([base, *parts[:end]]), version) for end in range(len(parts), -1, -1)]
+    return found
 
 
 def _sum(values: Sequence[N | None]) -> N | None:
@@ -208,20 +209,9 @@ def _rss_bytes(pid: int) -> int:
     return int(_text(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@functools.cache
-def _quota_files(proc: str, root: str) -> list[tuple[str, ...]]:
-    """Return the files with a limit of the CPU time; a process hardly ever changes its groups."""
-    found = []
-    for folder, version in _groups("cpu", proc, root):
-        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        files = tuple(f"{folder}/{name}" for name in names)
-        if all(map(os.path.exists, files)):
-            found.append(files)
-    return found
-
-
-def _quota(files: tuple[str, ...]) -> float | None:
+def _quota(folder: str, version: int) -> float | None:
     """Return the number of CPUs that a control group may use; None if there is no limit."""
+    names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     # ValueError if it is "max"; of version 1, it is -1.
-    quota, period = map(int, " ".join(map(_text, files)).split())
+    quota, period = map(int, " ".join(_text(f"{folder}/{name}") for name in names).split())
     return quota / period if quota > 0 else None

@@ -13,19 +13,20 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import random
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from enqueuer.common.sizes import size_of
 from enqueuer.common.text import duration, percent, pluralize, rate, ratio, size, table
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.errors import BatchTimeout, EnqueuerWarning
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.gil import Probe
 from enqueuer.monitoring.headroom import epochs
-from enqueuer.monitoring.stats import HARDLY_WAITS, Stats, cpus_used, total
+from enqueuer.monitoring.stats import HARDLY_WAITS, cpus_used, total
 from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, as_source, close, name_of
 
@@ -47,7 +48,11 @@ _HEAD = ("", "batches/s", "bytes/s", "a batch", "first", "waiting", "CPUs", "mem
 # Default max_queue_size of GeneratorEnqueuer.
 _DEFAULT_QUEUE = 10
 
+# Seconds between two probes of the GIL, on average; several fit into the 5 ms of a switch interval.
+_GAP_S = 0.001
+
 clock = time.perf_counter
+T = TypeVar("T")
 
 
 class Unmeasurable(Exception):
@@ -69,9 +74,9 @@ class Loop:
     compute_s: float = 0.0
 
     def take(
-        self, batches: Iterator[Any], workers: int, note: Callable[[], object]
-    ) -> dict[str, Any]:
-        """Take batches until the measurement is long enough; return its numbers.
+        self, batches: Iterator[Any], workers: int, measure: Callable[[], T]
+    ) -> tuple[dict[str, Any], T, T]:
+        """Take batches until the measurement is long enough.
 
         Whole rounds are counted, one batch of each worker, since the batches of a round may arrive
         together. The first round only warms up.
@@ -79,11 +84,15 @@ class Loop:
         Args:
             batches: An endless iterator.
             workers: Number of workers that make the batches.
-            note: Called when measuring begins, and when it ends.
+            measure: Function that is called when measuring begins, and when it ends.
+
+        Returns:
+            The numbers, and what the function returned.
 
         Raises:
             Unmeasurable: There are too few batches.
         """
+        before = measure()
         began = asked = clock()
         first_s = waited_s = 0.0
         nbytes = weighed = 0
@@ -99,16 +108,16 @@ class Loop:
             counted = seen - workers
             waited_s += now - asked if counted > 0 else 0.0
             if counted > 0 and not counted % workers and now - began >= self.seconds:
-                note()
-                return {
+                numbers = {
                     "batches": counted,
                     "seconds": now - began,
                     "batch_bytes": ratio(nbytes, weighed),
                     "first_batch_s": first_s,
                     "waiting_share": min(1.0, ratio(waited_s, now - began)),
                 }
+                return numbers, before, measure()
             if not counted:
-                note()
+                before = measure()
                 began = clock()
             self._step()
             asked = clock()
@@ -226,22 +235,89 @@ def gil_share(source: Any, seconds: float, wait_limit_s: float) -> float | None:
             # What is done once, before it, does not count.
             next(batches, None)
             with Probe() as probe:
-                Loop(seconds).take(batches, 1, note=lambda: None)
+                Loop(seconds).take(batches, 1, list)
     except BatchTimeout as error:
         # Its last line is about iterating again.
         raise Unmeasurable(str(error).rpartition("\n")[0]) from None
     return probe.share
 
 
+class Probe:
+    """A thread that measures within a `with` block how often the GIL is held.
+
+        the code:    ===== held =====......released......====== held ======
+        the probe:      ^blocks-----|   ^does not block   ^blocks---------|
+
+    Python has one lock that only one of its threads holds at a time. Code that computes in C, or
+    waits, may release it. More threads make a generator faster only as far as it does.
+
+    The probe sleeps for about a millisecond, again and again, and asks for the lock whenever it
+    wakes, as any thread does. The kernel counts whether it had to wait: `ru_nvcsw` of getrusage(2)
+    is how often a thread gave up its CPU to wait for something. Once is the sleep; twice means that
+    the lock was held (`take_gil` in CPython's Python/ceval_gil.c waits on a condition). So no time
+    is compared with another one, and other programs on the same CPUs hardly matter. The probe
+    itself takes the lock for some microseconds of each millisecond.
+
+    A probe that waits cannot ask for the lock. It counts the times at which it would have asked as
+    times at which the lock was held. The times are random, as a generator with a rhythm of its own
+    would otherwise always be probed in the same phase.
+
+    Example:
+        >>> with Probe() as probe:
+        ...     time.sleep(0.05)
+        >>> share = probe.share
+        >>> share is None or share < 0.5
+        True
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._held = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="enqueuer-probe", daemon=True)
+
+    @property
+    def share(self) -> float | None:
+        """Share of the time in which it was held, from 0 to 1; None if that is not known."""
+        if usage.switch_s() is None:
+            return 0.0
+        return self._held / self._asked if self._asked else None
+
+    def __enter__(self) -> Probe:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            from resource import RUSAGE_THREAD, getrusage
+        except ImportError:
+            # Only Linux counts the waits of one thread.
+            return
+        draw = random.Random(7).uniform
+        at, was_held = time.perf_counter(), False
+        while not self._done.is_set():
+            at += draw(0.5, 1.5) * _GAP_S
+            left = at - time.perf_counter()
+            if left > 0:
+                before = getrusage(RUSAGE_THREAD).ru_nvcsw
+                time.sleep(left)
+                was_held = getrusage(RUSAGE_THREAD).ru_nvcsw - before > 1
+            self._asked += 1
+            self._held += was_held
+
+
 def measure_plain(source: FunctionSource, loop: Loop) -> Measurement:
     """Measure a source in a plain loop; raise Unmeasurable if it yields nothing."""
-    cpu_s: list[float] = []
     seed = fresh_seed()
     # One epoch after the other, as an enqueuer runs them.
     each = (_made(source, Shard(0, 1, number, seed)) for number in itertools.count())
     with contextlib.closing(epochs(each)) as batches:
-        numbers = loop.take(batches, 1, note=lambda: cpu_s.append(time.process_time()))
-    used = ratio(cpu_s[1] - cpu_s[0], numbers["seconds"])
+        numbers, before_s, after_s = loop.take(batches, 1, time.process_time)
+    used = ratio(after_s - before_s, numbers["seconds"])
     return Measurement("none", 0, 0, cpus_used=used, **numbers)
 
 
@@ -264,16 +340,23 @@ def measure_enqueued(
         loop: Loop that takes the batches.
         wait_limit_s: Seconds that a batch may take.
     """
-    noted: list[Stats] = []
     try:
         with _running(source, setting, wait_limit_s) as enqueuer:
             batches = epochs(itertools.repeat(enqueuer))
-            numbers = loop.take(batches, setting.workers, lambda: noted.append(enqueuer.stats()))
+            numbers, before, after = loop.take(batches, setting.workers, enqueuer.stats)
     except Exception as error:
         failed = f"{type(error).__name__}: {error}".splitlines()[0]
         return dataclasses.replace(setting, failed=failed[:_LONGEST_ERROR])
-    before, after = noted
-    return dataclasses.replace(setting, **(numbers | _worker_numbers(before, after)))
+    during = after.since(before)
+    cpu_s, cpu_wait_s = total(during, "cpu_s"), total(during, "cpu_wait_s")
+    numbers |= {
+        "first_batch_s": after.first_batch_s or 0.0,
+        "cpus_used": cpus_used(during) if cpu_s else None,
+        "cpu_wait_share": cpu_wait_s / (cpu_s + cpu_wait_s) if cpu_wait_s else None,
+        "rss_bytes": total(after, "rss_bytes") or None,
+        "block_bytes": after.block_bytes,
+    }
+    return dataclasses.replace(setting, **numbers)
 
 
 @contextlib.contextmanager
@@ -292,19 +375,6 @@ def _running(
             timeout=wait_limit_s,
         ) as enqueuer:
             yield enqueuer
-
-
-def _worker_numbers(before: Stats, after: Stats) -> dict[str, Any]:
-    """Return CPU time and memory between two snapshots of the statistics."""
-    during = after.since(before)
-    cpu_s, cpu_wait_s = total(during, "cpu_s"), total(during, "cpu_wait_s")
-    return {
-        "first_batch_s": after.first_batch_s or 0.0,
-        "cpus_used": cpus_used(during) if cpu_s else None,
-        "cpu_wait_share": cpu_wait_s / (cpu_s + cpu_wait_s) if cpu_wait_s else None,
-        "rss_bytes": total(after, "rss_bytes") or None,
-        "block_bytes": after.block_bytes,
-    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from enqueuer.monitoring import meters
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport.block_map import Lease
 from enqueuer.transport.memory import map_shared, open_nameless
-from enqueuer.workers.element_threads import MOST_THREADS
+from enqueuer.workers.task_loop import MOST_THREADS
 
 # Nanoseconds: about as long as to sleep and to be woken.
 _SPIN_NS = 50_000

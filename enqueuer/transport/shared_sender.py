@@ -24,8 +24,8 @@ from enqueuer.transport import task_queue
 from enqueuer.transport.packets import take
 from enqueuer.transport.protocol import Kind
 from enqueuer.transport.sender import ItemSender
-from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
+from enqueuer.workers.task_loop import ElementThreads
 
 
 class SharedSender:

@@ -29,7 +29,7 @@ from enqueuer.common.finalizers import WorkerThread
 from enqueuer.workers.shards import CaughtError, Shard, collect_reports
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, Task
+    from asyncio import Task
 
 _log = logging.getLogger("enqueuer")
 T = TypeVar("T")
@@ -206,12 +206,7 @@ class EventLoop:
 
     def end(self, items: Iterable[AsyncItems]) -> None:
         """Cancel some async generators, all at once, and wait until their `finally` has run."""
-        self._run(self._end(list(items)))
-
-    async def _end(self, items: Iterable[AsyncItems]) -> None:
-        tasks = [one.cancel() for one in items]
-        if tasks:
-            await self.asyncio.wait(tasks, timeout=self._limit_s)
+        self._run(self._cancel(lambda: [one.task_at_end() for one in list(items)]))
 
     # --- where coroutines are ---
 
@@ -256,33 +251,30 @@ class EventLoop:
     def cancel(self) -> None:
         """Cancel what runs, and wait until it has ended."""
         self._is_cancelled = True
-        self._run(self._cancel_all())
+        self._run(self._cancel(self.asyncio.all_tasks))
 
     def close(self) -> None:
         """Cancel what runs, and end the thread."""
         try:
             self.cancel()
-            self._run(_shut_down(self._loop))
+            # Asynchronous generators that coroutines have left, and threads for blocking calls.
+            self._run(self._loop.shutdown_asyncgens())
+            self._run(self._loop.shutdown_default_executor())
         finally:
             if self.thread is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self.thread.join()
             self._loop.close()
 
-    async def _cancel_all(self) -> None:
-        tasks = self.asyncio.all_tasks() - {self.asyncio.current_task()}
+    async def _cancel(self, find: Callable[[], Iterable[Task[Any]]]) -> None:
+        """Cancel tasks, which are found on the loop, and wait until they have ended."""
+        tasks = {*find()} - {self.asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
             done, _ = await self.asyncio.wait(tasks, timeout=self._limit_s)
             # Otherwise asyncio would log their exceptions.
             await self.asyncio.gather(*done, return_exceptions=True)
-
-
-async def _shut_down(loop: AbstractEventLoop) -> None:
-    """End what coroutines have left: asynchronous generators, and threads for blocking calls."""
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
 
 
 def _stack_of(awaited: Any) -> list[traceback.FrameSummary]:
@@ -521,10 +513,9 @@ class AsyncItems(Iterator[Any]):
     def _begin(self) -> None:
         self._task: Task[None] = self._loop.asyncio.create_task(self._run())
 
-    def cancel(self) -> Task[None]:
-        """Cancel the generator, and return its task."""
+    def task_at_end(self) -> Task[None]:
+        """Return its task, which is to be cancelled; it makes no more items."""
         self._is_closing = True
-        self._task.cancel()
         return self._task
 
     async def _run(self) -> None:

@@ -3,6 +3,7 @@
     serve: wait for an epoch -> turns -> wait for the next one -> ... -> exit
     turns: one item of each shard in turn, until all have ended or one has failed
     ShardStream: open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
+    Bunch: many items of a quick generator, by one call of C code
 
 Async generators of all shards are opened before the first turn, and then run side by side.
 
@@ -16,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections import deque
@@ -26,9 +28,17 @@ from typing import Any
 
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
-from enqueuer.workers.bunch import Bunch
 from enqueuer.workers.event_loop import EventLoop, shard_loop
-from enqueuer.workers.messages import Channel, End, Epoch, Failure, Reported, Sender, Start
+from enqueuer.workers.messages import (
+    Channel,
+    End,
+    Epoch,
+    Failure,
+    ItemTuple,
+    Reported,
+    Sender,
+    Start,
+)
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
@@ -38,6 +48,10 @@ _log = logging.getLogger("enqueuer")
 
 # Seconds for which items are made again before that is logged: less is not noticed.
 _QUIET_S = 2.0
+
+_is_given = functools.partial(operator.is_not, None)
+# Stands for a value in the row before the first item.
+_FIRST = (True,)
 
 
 def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = None) -> None:
@@ -91,14 +105,18 @@ def turns(
         one_by_one: Whether to yield after each turn; otherwise nothing is yielded.
         loop: Event loop of the worker, for async generators.
     """
-    turns_left = deque(epoch.turns)
     with ExitStack() as stack:
-        streams = _streams_of(plan, epoch, loop, stack)
+        streams = _streams_of(plan, epoch, enter, loop, stack)
         if loop is not None:
-            _begin_all(streams, loop, enter, stack)
             enter = do_nothing
+        # Those of shards that have ended are passed over.
+        order = itertools.chain(epoch.turns, itertools.cycle(tuple(streams)))
+        following = filter(None, map(streams.get, order))
+        has_sent = True
         while streams:
-            stream = _next_of(streams, turns_left) if turns_left else streams[0]
+            # Without an item it is still its turn, as if that had been None.
+            if has_sent:
+                stream = next(following)
             enter(stream.shard)
             has_sent = True
             try:
@@ -114,23 +132,24 @@ def turns(
                 # A generator that raised has ended.
                 has_more = not stream.in_user_code
             if not has_more:
-                streams.remove(stream)
+                has_sent = True
+                del streams[stream.shard.index]
                 sender.send(End(stream.shard.index, stream.state_at_end, stream.number))
-            # Without an item it is still its turn, as if that had been None.
-            elif has_sent and turns_left:
-                turns_left.popleft()
-            elif has_sent:
-                streams.rotate(-1)
             if one_by_one:
                 yield
 
 
 def _streams_of(
-    plan: Plan, epoch: Epoch, loop: EventLoop | None, stack: ExitStack
-) -> deque[ShardStream]:
+    plan: Plan,
+    epoch: Epoch,
+    enter: Callable[[Shard], None],
+    loop: EventLoop | None,
+    stack: ExitStack,
+) -> dict[int, ShardStream]:
     """Return the streams of all shards, in the order of their turns; `stack` closes them.
 
-    Without an event loop of the worker, async generators share one on which nothing is made ahead.
+    Async generators run from now on, on the event loop of the worker. Without it they share one on
+    which nothing is made ahead.
     """
     starts = plan.of(epoch)
     replay = Replay(plan, starts.values(), epoch.is_awaited)
@@ -138,34 +157,20 @@ def _streams_of(
     shards = sorted(starts, key=lambda shard: shard.index) if epoch.turns else starts
     source = plan.shard_source
     if isinstance(source, FunctionSource) and source.is_async:
-        if loop is None:
-            loop = stack.enter_context(contextlib.closing(EventLoop.of_caller()))
-        source = replace(source, loop=loop)
-    streams = deque(ShardStream(source, shard, starts[shard], replay) for shard in shards)
-    for stream in streams:
+        shared = loop or stack.enter_context(contextlib.closing(EventLoop.of_caller()))
+        source = replace(source, loop=shared)
+    streams = {shard.index: ShardStream(source, shard, starts[shard], replay) for shard in shards}
+    for stream in streams.values():
         stack.callback(stream.close)
+    if loop is not None:
+        # All at once, before they are closed one by one.
+        stack.callback(lambda: loop.end(loop.items))
+        for shard in itertools.islice(shards, 1):
+            # They share the global generators.
+            enter(shard)
+        for stream in streams.values():
+            stream.begin()
     return streams
-
-
-def _begin_all(
-    streams: deque[ShardStream], loop: EventLoop, enter: Callable[[Shard], None], stack: ExitStack
-) -> None:
-    """Let async generators run from now on; `stack` ends them."""
-    # All at once, before they are closed one by one.
-    stack.callback(lambda: loop.end(loop.items))
-    if streams:
-        # They share the global generators.
-        enter(streams[0].shard)
-    for stream in streams:
-        stream.begin()
-
-
-def _next_of(streams: deque[ShardStream], turns_left: deque[int]) -> ShardStream:
-    """Return the stream that has the next turn; those of shards that have ended are dropped."""
-    found = {stream.shard.index: stream for stream in streams}
-    while turns_left and turns_left[0] not in found:
-        turns_left.popleft()
-    return found[turns_left[0]] if turns_left else streams[0]
 
 
 def _send_failure(
@@ -252,10 +257,9 @@ class ShardStream:
         self.state_at_end: Any = None
         self._source = source
         self._start = start
-        # The iterator once it is open, and from its first turn on.
-        self._opened: Iterator[Any] | None = None
-        self._replayed = replay
+        # None until it is open.
         self._items: Iterator[Any] | None = None
+        self._replayed = replay
         self._stateful: Any = None
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
@@ -281,10 +285,10 @@ class ShardStream:
             alone: Whether there is no other shard whose turn is next.
         """
         self.in_user_code = True
-        if self._items is None:
-            self._items = self._open()
-            self._replay(self._items, sender)
-        index, items, number, stateful = self.shard.index, self._items, self.number, self._stateful
+        items = self._items if self._items is not None else self._open()
+        if self.number < self._start.number:
+            self._replay(items, sender)
+        index, number, stateful = self.shard.index, self.number, self._stateful
         reports = self._reports
         # Each item by itself where others take turns, where each has a state, or a trace.
         has_bunches = alone and stateful is None and hasattr(sender, "open_bunch")
@@ -369,8 +373,6 @@ class ShardStream:
                 send(Reported(self.shard.index, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
-        if self._opened is not None:
-            return self._opened
         wanted, state, behind, _ = self._start
         first = 0
         if state is None and self._source.can_begin_anywhere:
@@ -384,7 +386,7 @@ class ShardStream:
         if state is None and self._source.can_begin_anywhere:
             self._stateful = None
         self.number = first if state is None else wanted - behind
-        self._opened = items
+        self._items = items
         return items
 
     def _replay(self, items: Iterator[Any], sender: Sender) -> None:
@@ -413,6 +415,90 @@ class ShardStream:
         It must not hide the first error, and after a stop no loop is left to raise it to.
         """
         try:
-            close(self._opened)
+            close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
+
+
+class Bunch:
+    """The items that a worker sends without asking for room or counting in between.
+
+        gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
+
+    Python code runs only before and after a bunch. A bunch ends when its gate is used up or
+    cleared. A gate may call a function behind the first item, which wakes a loop that waits for it.
+    `zip` asks the gate before it asks the generator, so no item is lost. A bunch also ends with the
+    generator, with an exception, and with an item that is None.
+
+    Args:
+        gate: The shard once for each item, and once more. Any thread may clear it, which ends the
+            bunch after the item that is being made.
+        append_all: Function that sends the items of an iterator.
+        wake: Function written in C that is called as soon as the first item was sent; it returns
+            None. None: none is called.
+
+    Attributes:
+        gate: The gate.
+
+    Example:
+        >>> sent = []
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(10, iter("abcde")); bunch.asked, bunch.made
+        (3, 3)
+        >>> sent
+        [(7, 10, 'a', None), (7, 11, 'b', None), (7, 12, 'c', None)]
+        >>> bunch = Bunch([7] * 4, sent.extend)
+        >>> bunch.fill(13, iter(["f", None, "g"])); bunch.asked, bunch.made
+        (2, 1)
+    """
+
+    def __init__(
+        self,
+        gate: list[int],
+        append_all: Callable[[Iterable[ItemTuple]], Any],
+        wake: Callable[[bool], None] | None = None,
+    ) -> None:
+        self._size = len(gate)
+        self.gate = gate
+        self._wake = wake
+        self._append_all = append_all
+        self._numbers = iter(range(self._size))
+        self._left: itertools.repeat[Any] = itertools.repeat(None, self._size)
+
+    @property
+    def asked(self) -> int:
+        """Number of items that the generator was asked for; any thread may read this and `made`.
+
+        While the generator runs, and after an item of None, it is one more than `made`.
+        """
+        return max(0, self._size - 1 - operator.length_hint(self._numbers))
+
+    @property
+    def made(self) -> int:
+        """Number of items that the generator has made."""
+        return max(0, self._size - 1 - operator.length_hint(self._left))
+
+    def fill(self, number: int, values: Iterator[Any]) -> None:
+        """Send items.
+
+        Args:
+            number: Number of the first item.
+            values: Generator of the items.
+        """
+        self._numbers = iter(range(number - 1, number - 1 + self._size))
+        given = itertools.takewhile(_is_given, itertools.chain(_FIRST, values))
+        rows = zip(self._waking_gate(), self._numbers, given, self._left, strict=False)
+        # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
+        # of them, and with it an item that the loop has dropped.
+        kept = next(rows, None)
+        self._append_all(rows)
+        del kept
+
+    def _waking_gate(self) -> Iterable[int]:
+        """Return the gate, with the call behind the first item."""
+        if self._wake is None:
+            return self.gate
+        # The row before the first item, the item, the call, which yields nothing, and the rest.
+        rest = iter(self.gate)
+        wake: Iterator[Any] = filter(None, map(self._wake, _FIRST))
+        return itertools.chain(itertools.islice(rest, 2), wake, rest)

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
-from enqueuer.workers.concurrent_loop import serve_function
 from enqueuer.workers.plan import OnError, Plan, serve_failure
-from enqueuer.workers.seeding import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.worker_trace import traced
+from enqueuer.workers.worker_trace import run_worker
 
 
 def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
@@ -105,4 +104,4 @@ class WorkerConfig(NamedTuple):
             except BaseException as error:
                 serve_failure(error, shards, channel)
                 return
-        traced(serve_function(source), self.trace, index)(plan, channel, enter)
+        run_worker(plan, channel, index, self.trace, enter)

@@ -117,6 +117,8 @@ class LiveSource:
         return self.stage.open(self.iterable, replace(shard, index=0), is_own=False)
 
 
+# What a function of the user may take as its second argument.
+_SECOND = {"task": "its Task", "tasks": "their Tasks"}
 # Stands for the end of an iterator.
 _END: Any = object()
 
@@ -394,6 +396,30 @@ def takes_next(function: Callable[..., Any], count: int, name: str) -> bool | No
     return required > count or (len(positional) > count and positional[count].name == name)
 
 
+def takes_two(
+    function: Callable[..., Any], name: str = "map", of: str = "element", second: str = "task"
+) -> bool:
+    """Return whether `function` takes the `Task` beside the element.
+
+    Args:
+        function: Function of the user.
+        name: Name of the option by which the user passed it, for the message.
+        of: Name of its first argument, for the message.
+        second: Name of its second argument. A parameter that has a default gets it by this name.
+
+    Raises:
+        TypeError: It takes neither one argument nor two.
+    """
+    takes = takes_next(function, 1, second)
+    if takes is None:
+        raise TypeError(
+            f"{name} must take the {of}, or the {of} and {_SECOND[second]}, but "
+            f"{name_of(function)} takes {inspect.signature(function)}; bind the others with "
+            "functools.partial"
+        )
+    return takes
+
+
 def is_async(function: object) -> bool:
     """Return whether calls of a function return coroutines.
 
@@ -446,6 +472,20 @@ def has_elements(items: object) -> bool:
     if isinstance(items, iterable):
         return False
     return hasattr(items, "__getitem__")
+
+
+def is_sequence(items: object) -> bool:
+    """Return whether workers can fetch single elements, by their index.
+
+    A `PyDataset` of Keras 3 may have `num_batches` instead of `__len__`.
+    """
+    if is_indexable(items):
+        return True
+    try:
+        return has_elements(items) and hasattr(items, "num_batches")
+    except NotImplementedError:
+        # Keras raises this if the class defines neither.
+        return False
 
 
 def _a(value: object) -> str:
@@ -506,7 +546,13 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         ['b', 'a', 'c', 'd']
     """
     buffer: list[Any] = []
-    failure: Exception | None = None
+
+    def left() -> Iterator[Any]:
+        while buffer:
+            at = int(draw() * len(buffer))
+            buffer[at], buffer[-1] = buffer[-1], buffer[at]
+            yield buffer.pop()
+
     try:
         for sample in samples:
             if sample is not None:
@@ -519,19 +565,11 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
                     sample = None
             yield sample
             del sample
-    except Exception as error:
+    except Exception:
         # After the samples that were made before it.
-        failure = error
-    while buffer:
-        at = int(draw() * len(buffer))
-        buffer[at], buffer[-1] = buffer[-1], buffer[at]
-        yield buffer.pop()
-    try:
-        if failure is not None:
-            raise failure
-    finally:
-        # Otherwise its traceback would refer to itself.
-        del failure
+        yield from left()
+        raise
+    yield from left()
 
 
 @dataclass(frozen=True)

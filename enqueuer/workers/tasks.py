@@ -11,7 +11,6 @@ a sequence has indices; that of an iterable has the elements themselves.
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,17 +25,8 @@ from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
-from enqueuer.workers.seeding import borrowed_globals
-from enqueuer.workers.shards import EpochSeeds, Task
-from enqueuer.workers.sources import (
-    fingerprint_of,
-    has_elements,
-    is_async,
-    is_indexable,
-    name_of,
-    named,
-    takes_next,
-)
+from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
+from enqueuer.workers.sources import fingerprint_of, is_async, is_sequence, named, takes_two
 
 Element = TypeVar("Element", covariant=True)
 
@@ -56,8 +46,6 @@ class Counted(Protocol[Element]):
     def __getitem__(self, index: Any, /) -> Element: ...
 
 
-# What a function of the user may take as its second argument.
-_SECOND = {"task": "its Task", "tasks": "their Tasks"}
 # Methods by which a sequence follows the epochs; those of Keras' base classes do nothing.
 _FOR_EPOCHS = ("on_epoch_begin", "on_epoch_end")
 _KERAS = frozenset({"keras", "tf_keras", "tensorflow"})
@@ -341,50 +329,12 @@ def _fetches_many(kind: type) -> bool:
     return False
 
 
-def is_sequence(items: object) -> bool:
-    """Return whether workers can fetch single elements, by their index.
-
-    A `PyDataset` of Keras 3 may have `num_batches` instead of `__len__`.
-    """
-    if is_indexable(items):
-        return True
-    try:
-        return has_elements(items) and hasattr(items, "num_batches")
-    except NotImplementedError:
-        # Keras raises this if the class defines neither.
-        return False
-
-
 def length_of(sequence: Any) -> int | None:
     """Return the number of elements of a sequence; None if it is endless."""
     if hasattr(sequence, "__len__"):
         return len(sequence)
     number: int | None = sequence.num_batches
     return number
-
-
-def takes_two(
-    function: Callable[..., Any], name: str = "map", of: str = "element", second: str = "task"
-) -> bool:
-    """Return whether `function` takes the `Task` beside the element.
-
-    Args:
-        function: Function of the user.
-        name: Name of the option by which the user passed it, for the message.
-        of: Name of its first argument, for the message.
-        second: Name of its second argument. A parameter that has a default gets it by this name.
-
-    Raises:
-        TypeError: It takes neither one argument nor two.
-    """
-    takes = takes_next(function, 1, second)
-    if takes is None:
-        raise TypeError(
-            f"{name} must take the {of}, or the {of} and {_SECOND[second]}, but "
-            f"{name_of(function)} takes {inspect.signature(function)}; bind the others with "
-            "functools.partial"
-        )
-    return takes
 
 
 class Reading(NamedTuple):

@@ -1,6 +1,6 @@
-"""Recording the spans of a worker, if there is a trace: next, send, wait.
+"""Running the loop of a worker, and recording its spans if there is a trace: next, send, wait.
 
-    serve(plan, channel) -> serve(plan, recorder), of a WorkerRecorder
+    run_worker: serve(plan, channel), or serve(plan, recorder), of a WorkerRecorder
 
 With `concurrency`, each thread of the worker has a row of its own.
 
@@ -10,20 +10,22 @@ recorder does nothing while an item is made, and a worker without a trace has no
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed
 from enqueuer.monitoring.trace_file import TraceTarget, Track, text_of
-from enqueuer.workers.element_threads import ElementThreads, ThreadJob
+from enqueuer.workers import loop
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan
+from enqueuer.workers.task_loop import ElementThreads, ThreadJob, serve_concurrently, serve_tasks
+from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
 
@@ -31,23 +33,35 @@ _now = time.monotonic_ns
 # Number of a row for which there is no thread; no thread of Linux has it.
 _ROW = 1 << 22
 
-Serve = Callable[..., None]
-"""The loop of a worker, such as `loop.serve`."""
 
+def run_worker(
+    plan: Plan,
+    channel: Any,
+    index: int,
+    target: TraceTarget | None,
+    enter: Callable[[Any], None] | None = None,
+) -> None:
+    """Run the loop of a worker until there are no more orders or the consumer left.
 
-def traced(serve: Serve, target: TraceTarget | None, index: int) -> Serve:
-    """Return the loop of a worker, with recording if there is a trace file."""
+    Args:
+        plan: Work of the worker.
+        channel: Channel of the worker.
+        index: Index of the worker.
+        target: File in which it records what it does; None if it records nothing.
+        enter: Function that is called with a shard or a task before its code runs.
+    """
+    source = plan.source
+    serve: Callable[..., None] = loop.serve
+    if isinstance(source, TaskSource):
+        serve = serve_concurrently if source.has_threads else serve_tasks
     if target is None:
-        return serve
-
-    def record(plan: Plan, channel: Any, enter: Callable[[Any], None] | None = None) -> None:
-        recorder = WorkerRecorder(target, index, channel)
-        try:
-            serve(plan, recorder, enter)
-        finally:
-            recorder.close()
-
-    return record
+        serve(plan, channel, enter)
+        return
+    recorder = WorkerRecorder(target, index, channel)
+    try:
+        serve(plan, recorder, enter)
+    finally:
+        recorder.close()
 
 
 class _Row:
@@ -130,20 +144,9 @@ class WorkerRecorder:
         self.meter.waited = self._waited
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        row, size, was_sent = self._row, size_of(value, SAMPLED), True
-        args = row.args_of(shard, number)
-        with self._sending(args) as began:
-            try:
-                self._sender.send_item(shard, number, value, state)
-            except BaseException as error:
-                # The loop may have taken it before it left.
-                was_sent = isinstance(error, Closed)
-                raise
-            finally:
-                sent_args = args | {"bytes": size} if size else args
-                row.track.span("send", began, _now(), sent_args)
-                if was_sent:
-                    row.track.arrow(True, began, row.epoch, shard, number)
+        args = self._row.args_of(shard, number)
+        send = functools.partial(self._sender.send_item, shard, number, value, state)
+        self._record(send, args, (shard, number), size_of(value, SAMPLED))
 
     def send(self, message: End | Failure | Empty) -> None:
         match message:
@@ -153,23 +156,38 @@ class WorkerRecorder:
                 args = {**self._row.args_of(0, number), "empty": True}
             case Failure(shard=shard, number=number, error=error):
                 args = {**self._row.args_of(shard, number), "error": text_of(error)}
-        with self._sending(args):
-            self._sender.send(message)
+        self._record(functools.partial(self._sender.send, message), args)
 
-    @contextlib.contextmanager
-    def _sending(self, args: dict[str, Any]) -> Iterator[int]:
-        """Record the time of the user's code until now, and after a call of the sender its waits.
+    def _record(
+        self,
+        send: Callable[[], None],
+        args: dict[str, Any],
+        item: tuple[int, int] | None = None,
+        size: int = 0,
+    ) -> None:
+        """Record the time of the user's code until now, and call the sender.
 
-        Yields:
-            The time at which the call begins.
+        Args:
+            send: The call.
+            args: What the events show.
+            item: Shard and number of an item, of which the call and its arrow are recorded, too.
+            size: Size of the item in bytes; 0 if it is not known.
         """
-        row, began = self._row, _now()
+        row, began, was_sent = self._row, _now(), True
         row.track.span("next", row.since, began, args)
         row.is_sending = True
         try:
-            yield began
+            send()
+        except BaseException as error:
+            # The loop may have taken it before it left.
+            was_sent = isinstance(error, Closed)
+            raise
         finally:
             row.since = _now()
+            if item is not None:
+                row.track.span("send", began, row.since, args | {"bytes": size} if size else args)
+                if was_sent:
+                    row.track.arrow(True, began, row.epoch, *item)
             # After the span of the call, which is around them.
             for wait in row.waits:
                 row.track.span("wait", *wait, {"for": "room"})

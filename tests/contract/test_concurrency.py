@@ -364,7 +364,7 @@ def test_a_stall_report_names_the_elements_of_the_threads(backend, tmp_path):
         gates.open(0, 2)
     assert "2 threads" in texts[-1]
     assert "wait_until" in texts[-1]
-    assert "element_threads.py" not in texts[-1]
+    assert "task_loop.py" not in texts[-1]
 
 
 def test_the_shares_of_a_worker_are_those_of_its_threads(backend, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from enqueuer.monitoring import autoscaler
 from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 ALL_TIMES = dict(starting_s=0.0, idle_s=0.0, rss_bytes=None)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from enqueuer.monitoring.autoscaler import Autoscaler
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 CPUS = 2
 STEP_S = 0.05

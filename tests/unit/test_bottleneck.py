@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.monitoring import gil
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.monitoring.stats import Stats, find_bottleneck
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 def worker(making=1.0, sending=0.0, waiting=9.0, items=100, cpu=0.0, cpu_wait=0.0, **more):
@@ -472,7 +472,7 @@ def test_enough_workers_are_not_told_to_be_more():
 
 
 def test_without_a_gil_nothing_waits_for_it(monkeypatch):
-    monkeypatch.setattr(gil, "switch_s", lambda: None)
+    monkeypatch.setattr(usage, "switch_s", lambda: None)
     found = dataclasses.replace(files(2, cpu=4.9, switches=0), cpus=8)
     assert "process" not in find_bottleneck(found).advice
 

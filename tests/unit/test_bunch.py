@@ -1,6 +1,6 @@
 """Bunches of items that C code sends."""
 
-from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.loop import Bunch
 
 
 def fill(bunch, sent, seen):

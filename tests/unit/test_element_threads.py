@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from enqueuer.monitoring.meters import Meter
-from enqueuer.workers import element_threads
-from enqueuer.workers.element_threads import ElementThreads
+from enqueuer.workers import task_loop
 from enqueuer.workers.messages import Ticket
+from enqueuer.workers.task_loop import ElementThreads
 from tests.helpers import LIMIT, wait_until
 
 
@@ -66,9 +66,9 @@ def end_one_of_three(threads, gate, is_work=True):
 @pytest.fixture
 def late(monkeypatch):
     """Whoever waits for room always comes late, and no job takes long."""
-    monkeypatch.setattr(element_threads, "LATE_NS", -1)
-    monkeypatch.setattr(element_threads, "LATE_FOR_NS", 1e18)
-    monkeypatch.setattr(element_threads, "SHORT_NS", 1e18)
+    monkeypatch.setattr(task_loop, "LATE_NS", -1)
+    monkeypatch.setattr(task_loop, "LATE_FOR_NS", 1e18)
+    monkeypatch.setattr(task_loop, "SHORT_NS", 1e18)
 
 
 def test_a_first_job_for_each_thread_finds_room(threads, gate):
@@ -88,7 +88,7 @@ def test_who_comes_late_has_room_for_the_next_job_of_each_thread(threads, gate, 
 
 
 def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, monkeypatch):
-    monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
+    monkeypatch.setattr(task_loop, "LATE_NS", 1e18)
     end_one_of_three(threads, gate)
     assert not threads.has_room
 
@@ -96,7 +96,7 @@ def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, mon
 def test_who_came_late_is_late_for_a_while(threads, gate, late, monkeypatch):
     """Although it then comes in time."""
     end_one_of_three(threads, gate)
-    monkeypatch.setattr(element_threads, "LATE_NS", 1e18)
+    monkeypatch.setattr(task_loop, "LATE_NS", 1e18)
     other = threading.Event()
     others = submit(threads, other, other)
     waiting = threading.Thread(target=threads.wait_for_room, daemon=True)
@@ -115,22 +115,22 @@ def test_who_came_late_is_late_for_a_while(threads, gate, late, monkeypatch):
 def test_who_came_late_long_ago_has_room_for_the_present_jobs_only(
     threads, gate, late, monkeypatch
 ):
-    monkeypatch.setattr(element_threads, "LATE_FOR_NS", 0)
+    monkeypatch.setattr(task_loop, "LATE_FOR_NS", 0)
     end_one_of_three(threads, gate)
     assert not threads.has_room
 
 
 def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, late, monkeypatch):
-    monkeypatch.setattr(element_threads, "SHORT_NS", 0)
+    monkeypatch.setattr(task_loop, "SHORT_NS", 0)
     end_one_of_three(threads, gate)
-    monkeypatch.setattr(element_threads, "SHORT_NS", 1e18)
+    monkeypatch.setattr(task_loop, "SHORT_NS", 1e18)
     assert not threads.has_room
 
 
 def test_behind_a_job_that_has_run_for_long_there_is_no_room(threads, gate, late, monkeypatch):
     end_one_of_three(threads, gate)
     assert threads.has_room
-    monkeypatch.setattr(element_threads, "SHORT_NS", 0)
+    monkeypatch.setattr(task_loop, "SHORT_NS", 0)
     assert not threads.has_room
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from enqueuer.monitoring.gil import Probe
+from enqueuer.tools.bench import Probe
 
 SECONDS = 0.4
 

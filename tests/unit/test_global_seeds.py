@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.workers.seeding import TaskSeeds, borrowed_globals, seeds_of
-from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.shards import Shard, Task, TaskSeeds, borrowed_globals, seeds_of
 
 NUMBERS = st.integers(0, 2**70)
 TASKS = st.builds(Task, NUMBERS, st.integers(0, 3), NUMBERS)

@@ -12,10 +12,10 @@ from enqueuer.monitoring.meters import (
     WAITING,
     LoopMeter,
     Meter,
+    WorkerStats,
     bucket_of,
     top_of,
 )
-from enqueuer.monitoring.worker_stats import WorkerStats
 
 
 @pytest.fixture

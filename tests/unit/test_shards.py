@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import Shard, Task
-from enqueuer.workers.seeding import GlobalStreams
-from enqueuer.workers.shards import collect_reports, fresh_seed
+from enqueuer.workers.shards import GlobalStreams, collect_reports, fresh_seed
 
 
 def shards(count, epoch=0):

@@ -32,13 +32,11 @@ from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import collate
-from enqueuer.workers.element_threads import snapshots_of
 from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, may_skip
-from enqueuer.workers.seeding import seed_python_and_numpy
-from enqueuer.workers.shards import Shard, Task
-from enqueuer.workers.task_loop import Raised
+from enqueuer.workers.shards import Shard, Task, seed_python_and_numpy
+from enqueuer.workers.task_loop import Raised, snapshots_of
 
 torch = framework("torch", "torch", "2.1")
 

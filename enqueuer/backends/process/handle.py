@@ -54,8 +54,7 @@ from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Closable, Descriptor, close_in_children, is_portable
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit

@@ -35,7 +35,7 @@ from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.worker_stats import WorkerStats
+from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.transport.memory import remove_names_of
 from enqueuer.transport.ring import Spin
 from enqueuer.workers import logs

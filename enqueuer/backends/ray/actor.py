@@ -24,8 +24,7 @@ from enqueuer.backends.pool import Stack
 from enqueuer.backends.ray.channel import Ended, Frame, Outbox, Ready, TotalCredit
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.meters import BYTES, clock
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.monitoring.meters import BYTES, WorkerStats, clock, worker_stats
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
 from enqueuer.workers.plan import serve_failure

@@ -28,9 +28,8 @@ from enqueuer.errors import Closed, ItemNotLoadable
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.transport.item_codec import Encoder, decode
-from enqueuer.workers.concurrent_loop import LockedSender
-from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
+from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.
 _SLOW_NS = 2_000_000
@@ -107,8 +106,6 @@ class Outbox:
         self.meter = Meter()
         # Where waits for orders and tickets are noted.
         self._waits = self.meter
-        # The threads that run elements, if there are several.
-        self.threads: ElementThreads | None = None
         self.sent = 0
         self._size = 0
         self._credit = credit
@@ -210,7 +207,6 @@ class Outbox:
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.
         self._waits = Meter()
-        self.threads = threads
         # The worker's own thread may be waiting for a ticket, and ends.
         threads.on_error = lambda error: self.close()
         return LockedSender(self)

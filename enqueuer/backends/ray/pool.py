@@ -62,8 +62,7 @@ from enqueuer.backends.thread.inbox import UNBOUNDED
 from enqueuer.common import finalizers, interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.meters import Meter, clock
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
+from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
 from enqueuer.transport import task_queue
 from enqueuer.workers import logs
 from enqueuer.workers.messages import Epoch, Failure, Ticket

@@ -29,9 +29,9 @@ from typing import NamedTuple, TypeVar
 
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.errors import Closed
-from enqueuer.monitoring import gil
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WAITING, Meter
-from enqueuer.workers.bunch import Bunch
+from enqueuer.workers.loop import Bunch
 from enqueuer.workers.messages import Empty, End, Failure, ItemTuple, Taken
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class ThreadInbox:
         # Whether all items are of one shard, and none has a state.
         self._is_plain = shards == 1
         # Without the lock only one thread at a time may run.
-        self._has_bunches = has_bunches and max_bytes is None and gil.switch_s() is not None
+        self._has_bunches = has_bunches and max_bytes is None and usage.switch_s() is not None
         self._bunches: list[Bunch] = []
         # The queue in which the loop waits for anything; two workers may put it there.
         self._sleeper: SimpleQueue[bool] | None = None

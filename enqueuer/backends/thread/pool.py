@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
@@ -32,16 +32,15 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
 from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
-from enqueuer.monitoring import gil, usage
-from enqueuer.monitoring.meters import clock
-from enqueuer.monitoring.worker_stats import WorkerStats, worker_stats
-from enqueuer.workers.concurrent_loop import serve_function
+from enqueuer.monitoring import usage
+from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
+from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
 from enqueuer.workers.messages import Epoch, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.worker_trace import traced
+from enqueuer.workers.worker_trace import run_worker
 
 
 class ThreadWorker:
@@ -135,7 +134,7 @@ class ThreadDispatch(Dispatch[ThreadWorker]):
 class ThreadPool(WorkerPool[ThreadWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    shares_gil: ClassVar[bool] = gil.switch_s() is not None
+    shares_gil: ClassVar[bool] = usage.switch_s() is not None
     dispatch: ThreadDispatch
 
     def __init__(self, job: Job) -> None:
@@ -147,7 +146,6 @@ class ThreadPool(WorkerPool[ThreadWorker]):
         self._does_tasks = isinstance(job.source, TaskSource)
         self._measured = job.max_queue_bytes is not None and not self._does_tasks
         self._trace = job.trace
-        self._serve = serve_function(job.source)
         self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
@@ -162,7 +160,7 @@ class ThreadPool(WorkerPool[ThreadWorker]):
         worker = ThreadWorker(plan.shards, inbox, sender, orders, self._tickets)
         worker.thread = WorkerThread(
             target=_run,
-            args=(traced(self._serve, self._trace, index), plan, sender),
+            args=(plan, sender, self._trace),
             name=f"enqueuer-worker-{index}",
             daemon=True,
         )
@@ -226,10 +224,10 @@ class ThreadPool(WorkerPool[ThreadWorker]):
                     )
 
 
-def _run(serve: Callable[..., None], plan: Plan, sender: ThreadSender) -> None:
+def _run(plan: Plan, sender: ThreadSender, trace: TraceTarget | None) -> None:
     """Run the loop of a worker; the training loop would wait forever for one that failed."""
     try:
-        serve(plan, sender)
+        run_worker(plan, sender, sender.index, trace)
     except BaseException as error:
         sender.fail(error)
 

@@ -24,10 +24,8 @@ from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
-from enqueuer.workers.bunch import Bunch
-from enqueuer.workers.concurrent_loop import LockedSender
-from enqueuer.workers.element_threads import ElementThreads
 from enqueuer.workers.event_loop import check_awaited
+from enqueuer.workers.loop import Bunch
 from enqueuer.workers.messages import (
     Empty,
     End,
@@ -38,6 +36,7 @@ from enqueuer.workers.messages import (
     Sender,
     Ticket,
 )
+from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 T = TypeVar("T")
 

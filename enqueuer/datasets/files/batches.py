@@ -30,8 +30,7 @@ from enqueuer.errors import FrameworkUnavailable
 from enqueuer.workers.collate import stack
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.shards import Shard, Task
-from enqueuer.workers.sources import fingerprint_of, name_of
-from enqueuer.workers.tasks import takes_two
+from enqueuer.workers.sources import fingerprint_of, name_of, takes_two
 
 T = TypeVar("T")
 
