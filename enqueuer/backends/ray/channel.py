@@ -311,17 +311,21 @@ class RayInbox(ThreadInbox):
         # An actor makes nothing ahead of an epoch.
         return self.waiting
 
-    def add(self, message: Message, size: int) -> None:
-        """Add a message that has come, and the size of an item."""
+    def add_locked(self, frame: Frame, message: Message | None, size: int) -> None:
+        """Add a frame that has arrived, and what `unpack` has returned for it."""
+        match frame:
+            case ItemFrame():
+                # It counts also if it cannot be loaded.
+                self._received += 1
+                self.needs_credit = False
+            case NeedsCredit():
+                self.needs_credit = True
+            case LogRecord():
+                self._records.append(frame)
         if isinstance(message, tuple):
             self.put(message, size, self._meter)
-        else:
+        elif message is not None:
             self.send(message, self._meter)
-
-    def count_locked(self) -> None:
-        """Count an item that has arrived, also one that cannot be loaded."""
-        self._received += 1
-        self.needs_credit = False
 
     def head(self) -> bool | End | Failure | Empty:
         if self._records:

@@ -46,16 +46,7 @@ from enqueuer.backends.pool import (
     WorkerState,
 )
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
-from enqueuer.backends.ray.channel import (
-    Ended,
-    Frame,
-    ItemFrame,
-    NeedsCredit,
-    RayInbox,
-    Ready,
-    TotalCredit,
-    unpack,
-)
+from enqueuer.backends.ray.channel import Ended, Frame, RayInbox, Ready, TotalCredit, unpack
 from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
 from enqueuer.backends.stall import warn
 from enqueuer.backends.thread.inbox import UNBOUNDED
@@ -468,20 +459,13 @@ class RayPool(WorkerPool[Actor]):
         with self._lock:
             for frame, (message, size) in zip(frames, unpacked, strict=True):
                 match frame:
-                    case ItemFrame():
-                        actor.inbox.count_locked()
-                    case NeedsCredit():
-                        actor.inbox.needs_credit = True
                     case Ready():
                         actor.move(WorkerState.RUNNING)
                     case Ended(why=""):
                         actor.move(WorkerState.ENDED)
-                    case logging.LogRecord():
-                        self._records.append(frame)
-                if message is not None:
-                    actor.inbox.add(message, size)
-                    if not (isinstance(message, Failure) and message.skipped):
-                        done.append(message.number)
+                actor.inbox.add_locked(frame, message, size)
+                if message is not None and not (isinstance(message, Failure) and message.skipped):
+                    done.append(message.number)
             self.dispatch.done_locked(actor, done)
             self.wake()
         for frame in frames:
