@@ -30,9 +30,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from enqueuer.adapters.loading import Loader
+from enqueuer.adapters.loading import Loader, PrefetchReader
 from enqueuer.adapters.pinning import PINS, StagingPool, beside_captures
-from enqueuer.adapters.prefetching import PrefetchReader
 from enqueuer.adapters.ranks import Ranks, TrainerNames
 from enqueuer.adapters.torch.loader import as_tensors
 from enqueuer.common import checks

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.loading import Loader
-from enqueuer.adapters.prefetching import PrefetchReader
+from enqueuer.adapters.loading import Loader, PrefetchReader
 from enqueuer.common.extras import framework
 from enqueuer.common.trees import tree_map
 

@@ -2,8 +2,12 @@
 
     loader -> LoaderEpochs: epochs of so many steps, a position -> Reader -> the training loop
 
-A `Reader` gives the batches of an epoch: in the loop's thread, or from a thread that works ahead
-(`prefetching`). That thread knows the epochs, and not the reader.
+A `Reader` gives the batches of an epoch in the loop's thread; a `PrefetchReader` from a thread that
+works ahead. That thread knows the epochs, and not the reader.
+
+    loader -> [a thread: change, up to queue_size batches] -> convert -> the training loop
+
+With `workers=0` of the enqueuer, the thread of the loop changes a batch when the loop asks for it.
 
 The owner that starts an enqueuer stops it. An enqueuer that does not run is started by the first
 iteration, and stopped when its Loader and all iterators of it are dropped: these keep its reader.
@@ -12,11 +16,14 @@ One that runs already is left running.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enqueuer.backends.lifecycle import forget
@@ -24,9 +31,11 @@ from enqueuer.common import checks
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.common.text import an
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
+from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.run import STOP_S
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.stats import Stats
+from enqueuer.workers.task_loop import Raised
 
 Batch = TypeVar("Batch")
 
@@ -173,7 +182,8 @@ class Reader(Generic[Batch]):
         self.iteration = 0
         self._check = check
         self._convert = convert
-        self._claim: Finalizer | None = None
+        # Stops the loader when this is dropped, while this owns it.
+        self._claim: Any = None
         # Number of batches that loops were given.
         self._count = 0
         # Whether the last iteration may have been dropped between its last batch and its end.
@@ -243,27 +253,26 @@ class Reader(Generic[Batch]):
         if self.is_started and not isinstance(loader, Loader):
             return
         if is_idle(loader):
-            self._start_owned(loader)
-        elif self._claim is None or self.is_started:
+            # The claim comes first, as an exception may end the start at any place.
+            if not self._is_owner:
+                # The loader itself may hold an error and that, by its traceback, this object.
+                self._claim = Finalizer(self, _forget, weakref.ref(loader))
+            try:
+                # This starts enqueuers and Loaders.
+                loader.__enter__()
+            except Exception:
+                if is_idle(loader):
+                    self._claim.detach()
+                raise
+        elif not self._is_owner or self.is_started:
             return
         # Otherwise an exception has ended the start that was to come here.
         self.epochs.begin()
         self.is_started = True
 
-    def _start_owned(self, loader: Any) -> None:
-        # The claim comes first, as an exception may end the start at any place.
-        if self._claim is None or not self._claim.alive:
-            # The loader itself may hold an error and that, by its traceback, this object.
-            self._claim = Finalizer(self, _forget, weakref.ref(loader))
-        try:
-            if isinstance(loader, Loader):
-                loader._reader.start()
-            else:
-                loader.start()
-        except Exception:
-            if is_idle(loader):
-                self._release()
-            raise
+    @property
+    def _is_owner(self) -> bool:
+        return self._claim is not None and self._claim.alive
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the loader if this owns it, and its reading; again completes it."""
@@ -272,7 +281,7 @@ class Reader(Generic[Batch]):
         self.end_reading(timeout)
 
     def _stop_owned(self, timeout: float | None) -> None:
-        if self._claim is None:
+        if not self._is_owner:
             return
         try:
             self.is_started = False
@@ -282,12 +291,7 @@ class Reader(Generic[Batch]):
             raise
         self.epochs.end()
         self._is_left = False
-        self._release()
-
-    def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.detach()
-            self._claim = None
+        self._claim.detach()
 
     # --- another position ---
 
@@ -332,6 +336,9 @@ class LoaderEpochs:
 
     Attributes:
         loader: The loader.
+        source: The same, or what a Loader is made of: an enqueuer, or another iterable.
+        keeps_position: Whether the loader continues, after a `break`, with the next batch.
+        has_steps: Whether the steps of this, or of a Loader within, are counted.
         steps: Number of batches in an epoch; None: as many as the loader gives.
         step: Number of batches of this epoch that were given; always 0 without `steps`.
         given: Position after the last batch that the loop was given, if a thread has read on
@@ -342,7 +349,11 @@ class LoaderEpochs:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"the loader must be an enqueuer or an iterable, got {loader!r}")
         self.loader: Any = loader
+        within = loader._reader.epochs if isinstance(loader, Loader) else None
+        self.source: Any = loader if within is None else within.source
         self.steps = None if steps is None else checks.positive("steps_per_epoch", steps)
+        self.has_steps: bool = steps is not None or (within is not None and within.has_steps)
+        self.keeps_position = isinstance(self.source, (BaseEnqueuer, Iterator))
         self.step = 0
         self.given: dict[str, Any] | None = None
         # Step at which the next start begins: that of a loaded position, or 0.
@@ -400,13 +411,6 @@ class LoaderEpochs:
                 f"the number of batches of {kind} is unknown ({error}); give steps_per_epoch"
             ) from None
 
-    @property
-    def keeps_position(self) -> bool:
-        """Whether the loader continues, after a `break`, with the next batch."""
-        if isinstance(self.loader, Loader):
-            return self.loader._reader.epochs.keeps_position
-        return isinstance(self.loader, (BaseEnqueuer, Iterator))
-
     def _counted(self, batch: Any) -> Any:
         self.step += 1
         return batch
@@ -439,14 +443,153 @@ def is_idle(loader: object) -> bool:
     return isinstance(loader, BaseEnqueuer) and core_of(loader).is_idle
 
 
-def is_inline(loader: object) -> bool:
-    """Return whether the loop's own thread makes the batches of a loader."""
-    if isinstance(loader, Loader):
-        return is_inline(loader._reader.epochs.loader)
-    return isinstance(loader, BaseEnqueuer) and core_of(loader).options.is_inline
-
-
 def _forget(reference: weakref.ref[Any]) -> None:
     loader = reference()
     if loader is not None:
         forget(loader.stop, STOP_S)
+
+
+class PrefetchReader(Reader[Batch]):
+    """The reader of a loader that keeps changed batches ready, made by a thread of its own.
+
+    After a `break`, an enqueuer continues with the next batch. So does this reader, which keeps
+    the batches that were ready. Any other loader begins a new epoch, and batches of the old one
+    are dropped.
+
+    Args:
+        of_reader: Arguments of `Reader`; `convert` gets each changed batch.
+        change: Function that the thread calls with each batch.
+        queue_size: Number of batches that are kept ready; the thread holds one more.
+        running: Makes the context in which the thread reads an epoch.
+    """
+
+    def __init__(
+        self,
+        *of_reader: Any,
+        change: Callable[[Any], Any],
+        queue_size: int,
+        running: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        super().__init__(*of_reader)
+        queue_size = checks.positive("queue_size", queue_size)
+        # The function must not know this object, which would then not end when it is dropped.
+        epochs = self.epochs
+
+        def make() -> GeneratorEnqueuer[Any]:
+            # `reconfigure()` may have changed it since the last epoch.
+            source = epochs.source
+            is_here = isinstance(source, BaseEnqueuer) and core_of(source).options.is_inline
+            run = functools.partial(_changed, epochs, change, running, is_here)
+            # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
+            # After Ctrl-C, the generator function would not repeat the same batches.
+            return GeneratorEnqueuer[Any](
+                run() if is_here else run,
+                workers=0 if is_here else 1,
+                max_queue_size=queue_size,
+                stall_timeout=None,
+            )
+
+        self._make = make
+        # Enqueuer that runs the thread of the epoch, and number of its batches that were given.
+        self._thread: GeneratorEnqueuer[Any] | None = None
+        self._given = 0
+        # Number of the iteration for which the thread was made.
+        self._since = 0
+
+    def prepare(self) -> None:
+        """See `Reader`."""
+        epochs = self.epochs
+        if not epochs.keeps_position or self._given == epochs.steps:
+            # The loader cannot be iterated before the thread has ended.
+            self.end_reading(threading.TIMEOUT_MAX)
+        if self._thread is None:
+            self._thread, self._given, self._since = self._make(), 0, self.iteration
+            # Any other loader draws the random numbers of an epoch when it is iterated over.
+            # Libraries begin an iteration and drop it, and the thread would have drawn them by
+            # then, or not.
+            if epochs.keeps_position:
+                self._start_thread(self._thread)
+
+    def _start_thread(self, thread: GeneratorEnqueuer[Any]) -> None:
+        self.epochs.given = self.epochs.position()
+        thread.start()
+
+    def end_reading(self, timeout: float | None) -> None:
+        """See `Reader`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.stop(timeout)
+
+    def read(self, iteration: int) -> Iterator[Batch]:
+        """See `Reader`."""
+        thread = self._thread
+        # An iteration that has not begun ends with the epoch for which it was to begin.
+        if thread is not None and iteration >= self._since and not self._is_replaced(iteration):
+            yield from self._batches(thread)
+        if self._is_replaced(iteration):
+            raise InvalidState(
+                "another iteration of this loader has begun, which ended this one: a "
+                f"{type(self.epochs.loader).__name__} is read once at a time; make a loader for "
+                "each loop, or end the first loop before the second begins"
+            )
+
+    def _is_replaced(self, iteration: int) -> bool:
+        return iteration != self.iteration and not self.epochs.keeps_position
+
+    def _batches(self, thread: GeneratorEnqueuer[Any]) -> Iterator[Batch]:
+        try:
+            if core_of(thread).is_idle:
+                self._start_thread(thread)
+            yield from map(self._received, thread.get())
+        except BaseException:
+            # After a `break` the ready batches are dropped, unless the next iteration gives them.
+            if thread is self._thread and not self.epochs.keeps_position:
+                _close(thread)
+            raise
+        # Otherwise another iterator has come to the end of this epoch.
+        if thread is self._thread:
+            self.end_reading(None)
+            self.epochs.given = None
+
+    def _received(self, result: tuple[Any, dict[str, Any] | None]) -> Batch:
+        changed, position = result
+        if not isinstance(changed, Raised):
+            self.epochs.given = position
+            self._given += 1
+            return self.converted(changed)
+        self.end_reading(None)
+        self.epochs.given = None
+        changed.reraise()
+
+
+def _close(thread: GeneratorEnqueuer[Any]) -> None:
+    """Drop the ready batches, and let the thread end after its batch, without waiting."""
+    run = core_of(thread).run
+    if run is not None:
+        run.close()
+
+
+def _changed(
+    epochs: LoaderEpochs,
+    change: Callable[[Any], Any],
+    running: Callable[[], AbstractContextManager[Any]],
+    is_here: bool,
+) -> Iterator[Any]:
+    """Yield changed batches of an epoch, each with the position after it, or what was raised."""
+    of_epoch, of_batch = running, contextlib.nullcontext
+    if is_here:
+        # The state of the loop's thread must not change between batches.
+        of_epoch, of_batch = of_batch, of_epoch
+    try:
+        with of_epoch():
+            for batch in epochs:
+                position = epochs.position()
+                with of_batch():
+                    changed = change(batch)
+                # Otherwise the batch keeps its memory while the loop is busy.
+                del batch
+                yield changed, position
+                del changed
+    # As a worker's failure the error would get an origin in this thread.
+    except Exception as error:
+        yield Raised(error), None

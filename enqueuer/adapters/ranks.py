@@ -275,26 +275,17 @@ class TrainerNames:
         not exist.
         """
         loader: Any = self
-        source, has_steps = _source_of(loader)
-        if not isinstance(source, BaseEnqueuer):
-            of_source: Callable[[int], None] = source.set_epoch
-            return of_source
-        if has_steps:
-            raise AttributeError("with steps_per_epoch there is no set_epoch")
-        return functools.partial(_set_epoch, loader, source)
-
-
-def _source_of(loader: Any) -> tuple[Any, bool]:
-    """Return the source of a loader, within other loaders, and whether one counts its steps."""
-    has_steps = False
-    while isinstance(loader, Loader):
         epochs = reader_of(loader).epochs
-        loader, has_steps = epochs.loader, has_steps or epochs.steps is not None
-    return loader, has_steps
+        if not isinstance(epochs.source, BaseEnqueuer):
+            of_source: Callable[[int], None] = epochs.source.set_epoch
+            return of_source
+        if epochs.has_steps:
+            raise AttributeError("with steps_per_epoch there is no set_epoch")
+        return functools.partial(_set_epoch, loader, epochs.source)
 
 
 def _asked(loader: Any, name: str) -> Any:
-    source, _ = _source_of(loader)
+    source = reader_of(loader).epochs.source
     if not isinstance(source, BaseEnqueuer):
         return getattr(source, name)
     # The elements of an enqueuer without a batch size are batches.

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
@@ -74,6 +74,15 @@ class Raised:
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+    def reraise(self) -> NoReturn:
+        """Raise the exception, and forget it: its traceback must not refer to itself."""
+        error = self.error
+        del self.error
+        try:
+            raise error
+        finally:
+            del error
 
 
 class TaskWork:

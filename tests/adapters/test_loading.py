@@ -23,8 +23,7 @@ from enqueuer import (
     OrderedEnqueuer,
     StateMismatch,
 )
-from enqueuer.adapters.loading import Loader
-from enqueuer.adapters.prefetching import PrefetchReader
+from enqueuer.adapters.loading import Loader, PrefetchReader
 from enqueuer.common.extras import framework, install_command
 from enqueuer.enqueuers.enqueuer import core_of
 
