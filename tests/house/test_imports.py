@@ -30,7 +30,7 @@ RANK = {name: rank for rank, names in enumerate(RANKS) for name in names}
 THIRD_PARTIES = {
     "numpy": {
         "adapters.torch.fetching",
-        "adapters.torch.index_order",
+        "adapters.torch.position",
         "adapters.torch.loader",
         "adapters.tensorflow",
         "adapters.jax",

@@ -13,10 +13,9 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from enqueuer.adapters.torch import index_order
 from enqueuer.adapters.torch.fetching import NoBatch
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
-from enqueuer.adapters.torch.position import Position
+from enqueuer.adapters.torch.position import Position, holds_generator, samplers_of
 from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
@@ -219,7 +218,7 @@ class DataLoader(_DataLoader):
         """Whether each worker has its own batches, in turn."""
         if self.round_robin is not None or self._is_auto:
             return bool(self.round_robin)
-        return self.worker_init_fn is not None or index_order.holds_generator(self.dataset)
+        return self.worker_init_fn is not None or holds_generator(self.dataset)
 
     def _attributes(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -240,7 +239,7 @@ class DataLoader(_DataLoader):
 
         A sampler inside another one, such as that of a batch sampler, is set, too.
         """
-        for owner in (*index_order.samplers_of(self), self.dataset):
+        for owner in (*samplers_of(self), self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.torch import index_order
+from enqueuer.adapters.torch.position import holds_generator
 from enqueuer.common.extras import framework
 from enqueuer.common.sizes import is_plain_tensor
 from enqueuer.common.text import str_of
@@ -282,7 +282,7 @@ class LoaderWorker:
             self.begin(shard.index)
             # Data pipes are seeded by what they share.
             is_seeded = self.shared_seed is not None
-            if shard.epoch and not is_seeded and index_order.holds_generator(self.dataset):
+            if shard.epoch and not is_seeded and holds_generator(self.dataset):
                 raise StateMismatch(
                     f"{type(self.dataset).__name__} keeps a random generator from epoch to epoch, "
                     f"and a new worker cannot know its state in epoch {shard.epoch}; make the "

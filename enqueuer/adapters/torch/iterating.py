@@ -16,8 +16,7 @@ from typing import Any
 
 from enqueuer.adapters.torch import worker_handles
 from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetchers_of
-from enqueuer.adapters.torch.index_order import DrawnIndices
-from enqueuer.adapters.torch.position import Position
+from enqueuer.adapters.torch.position import DrawnIndices, Position
 from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
 from enqueuer.common.catching import suppressed
 from enqueuer.common.extras import framework

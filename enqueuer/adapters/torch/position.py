@@ -1,8 +1,18 @@
 """The position of a DataLoader: the random numbers before its epoch, and the batches given.
 
+    streams_of(loader) -> its generators, and the global ones; save() and restore() their states
     begin()            notes the streams, then step += 1 for each batch, then end()
     state_dict()       -> the streams before the epoch, the seed of the workers, the step
     load_state_dict(), resuming(), begin(), reopened() -> the same order of indices again
+
+A sampler gives the same order again if it is iterated from the same states. So a position needs
+these states and a number of batches, and no list of indices.
+
+    sampler --DrawnIndices--> batches of indices, one fingerprint each
+    resumed: the fingerprint at the position differs -> StateMismatch
+
+Only random numbers that the loader finds are saved. A sampler that has others would give another
+order after resuming, and the epoch would repeat some samples and miss others.
 
 Resuming an epoch leaves the global streams as they are: the epoch has drawn from them before. The
 following epochs draw from a continuation of their own, as the undisturbed run did, unless the
@@ -11,21 +21,340 @@ program has set or used the global streams since: then they draw from these, as 
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
+import itertools
+import operator
+import random
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from enqueuer.adapters.torch import index_order
-from enqueuer.adapters.torch.index_order import DrawnIndices
+import numpy as np
+
 from enqueuer.common import checks
+from enqueuer.common.catching import raised_here
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
+from enqueuer.workers.task_loop import Raised
 
 torch = framework("torch", "torch", "2.1")
+
+# Their text is the same in each process.
+_PLAIN = (str, bytes, float)
+_END = object()
+
+
+class DrawnIndices(Iterator[Any]):
+    """An iterator over batches of indices that records one number for each, and can draw ahead.
+
+    Args:
+        iterator: Iterator of torch's sampler.
+        sampler: Name of the sampler, for the error.
+        expected: Number of batches that were drawn before, and their fingerprint; None: the epoch
+            is not resumed.
+
+    Raises:
+        StateMismatch: The batches drawn before were others; at the last of them, and from then on.
+
+    Example:
+        >>> drawn = DrawnIndices(iter([[4, 1], [3, 0]]), "Mine")
+        >>> next(drawn), next(drawn)
+        ([4, 1], [3, 0])
+        >>> state = 1, drawn.fingerprint(1)
+        >>> next(DrawnIndices(iter([[1, 4], [3, 0]]), "Mine", state))
+        Traceback (most recent call last):
+        enqueuer.StateMismatch: Mine gave another order than before the state was saved. ...
+    """
+
+    def __init__(
+        self, iterator: Iterator[Any], sampler: str, expected: tuple[int, int] | None = None
+    ) -> None:
+        self._iterator = iterator
+        self._sampler = sampler
+        self._step, self._expected = expected or (0, 0)
+        # Four bytes for each batch of the epoch.
+        self._fingerprints = array("I")
+        self._latest = 0
+        # Batches that were drawn and not read.
+        self._ahead = deque[Any]()
+
+    def __next__(self) -> Any:
+        return self._ahead.popleft() if self._ahead else self._draw()
+
+    def draw(self, count: int) -> None:
+        """Draw so many batches ahead, if there are as many; an error comes at its place."""
+        try:
+            # In C, in one step, so that no exception loses indices.
+            self._ahead.extend(map(DrawnIndices._draw, itertools.repeat(self, count)))
+        except raised_here(Exception) as error:
+            # If more is drawn ahead, it comes here again.
+            first = map(Raised.reraise, [Raised(error)])
+            self._iterator = itertools.chain(first, self._iterator)
+
+    def _draw(self) -> Any:
+        fingerprints = self._fingerprints
+        indices = next(self._iterator, _END)
+        if indices is _END:
+            # Outside of an `except`: the frames of a context would keep the enqueuer alive.
+            if len(fingerprints) < self._step:
+                self._fail(f"ended after {len(fingerprints)} batches, and gave {self._step}")
+            raise StopIteration
+        self._latest = zlib.crc32(_bytes_of(indices), self._latest)
+        fingerprints.append(self._latest)
+        if len(fingerprints) == self._step and self._latest != self._expected:
+            self._fail("gave another order than")
+        return indices
+
+    def cut(self, keeps_drawn: bool) -> None:
+        """End the epoch here, or behind what was drawn ahead."""
+        if not keeps_drawn:
+            self._ahead.clear()
+        self._iterator, self._step = iter(()), 0
+
+    def fingerprint(self, count: int) -> int:
+        """Return the fingerprint of the first batches; 0 if that many were never drawn."""
+        return self._fingerprints[count - 1] if 0 < count <= len(self._fingerprints) else 0
+
+    def _fail(self, reason: str) -> NoReturn:
+        message = (
+            f"{self._sampler} {reason} before the state was saved. A likely cause is a random "
+            "generator that the DataLoader does not find: keep it in an attribute of the "
+            "sampler, or give the sampler a fixed seed, set_epoch(), or state_dict() and "
+            "load_state_dict()"
+        )
+        # Reading on raises it again, as the epoch must not continue.
+        self._iterator, self._step = map(_raise, itertools.repeat(message)), 0
+        _raise(message)
+
+
+def _raise(message: str) -> NoReturn:
+    raise StateMismatch(message)
+
+
+def _bytes_of(indices: Any) -> bytes:
+    """Return the number, the first and the last of some indices as bytes.
+
+    All of them would cost more than drawing some of them.
+    """
+    if type(indices) not in (list, tuple):
+        return _index_text(indices).encode()
+    if not indices:
+        return b"0"
+    return f"{len(indices)} {_index_text(indices[0])} {_index_text(indices[-1])}".encode()
+
+
+def _index_text(index: Any) -> str:
+    """Return an index as text; that of its type unless each process has the same text."""
+    try:
+        return str(operator.index(index))
+    except TypeError:
+        return repr(index) if isinstance(index, _PLAIN) else type(index).__name__
+
+
+# Attributes by which one sampler refers to another.
+_INNER = ("batch_sampler", "sampler", "base_sampler")
+_MOST_OWNERS = 100
+# Objects of a dataset that are looked at for generators, and items of each container.
+_MOST_OBJECTS, _MOST_ITEMS = 1000, 100
+
+
+class Stream(NamedTuple):
+    """A source of random numbers.
+
+    Attributes:
+        get: Returns its state, as plain numbers and strings.
+        put: Sets its state.
+    """
+
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
+
+
+def marks_of(names: Iterable[str]) -> dict[str, int]:
+    """Return numbers that stay the same until these global streams are drawn from, or set."""
+    return {name: _MARKS[name]() for name in names if name in _MARKS}
+
+
+def _mark_of_numpy() -> int:
+    state: Any = np.random.get_state(legacy=False)
+    return zlib.crc32(state["state"]["key"], state["state"]["pos"])
+
+
+# Not from the states as numbers and strings, which take longer to make than many an epoch.
+_MARKS: dict[str, Callable[[], int]] = {
+    "torch": lambda: zlib.crc32(torch.get_rng_state().numpy()),
+    "numpy": _mark_of_numpy,
+    "random": lambda: zlib.crc32(repr(random.getstate()).encode()),
+}
+
+
+def streams_of(loader: Any) -> dict[str, Stream]:
+    """Return the random numbers that may decide the order of a DataLoader, by name."""
+    streams = dict(GLOBAL)
+    for path, owner in _owners(loader):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            stream = _stream(value)
+            if stream is not None:
+                streams[f"{path}{name}"] = stream
+        # The order of a sampler with an epoch depends on that. The `state_dict` of torchdata's
+        # StatefulDistributedSampler has a position instead: after an epoch, that of its end.
+        if path and hasattr(owner, "set_epoch") and isinstance(_epoch_of(owner), int):
+            streams[f"{path}set_epoch"] = Stream(
+                functools.partial(_epoch_of, owner), owner.set_epoch
+            )
+        elif path and hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            streams[f"{path}state_dict"] = Stream(owner.state_dict, owner.load_state_dict)
+    return streams
+
+
+def name_of(loader: Any) -> str:
+    """Return the class of the sampler that decides the order of a DataLoader."""
+    sampler = loader._index_sampler
+    is_torchs = type(sampler) is torch.utils.data.BatchSampler
+    return type(sampler.sampler if is_torchs else sampler).__name__
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the samplers of a DataLoader, and those inside them, each once."""
+    return [owner for path, owner in _owners(loader) if path]
+
+
+def save(streams: Mapping[str, Stream]) -> dict[str, Any]:
+    """Return the states of some streams."""
+    return {name: stream.get() for name, stream in streams.items()}
+
+
+def restore(streams: Mapping[str, Stream], states: Mapping[str, Any]) -> None:
+    """Set the states of those streams that were saved."""
+    for name, state in states.items():
+        if name in streams:
+            streams[name].put(state)
+
+
+@contextlib.contextmanager
+def kept(streams: Mapping[str, Stream]) -> Iterator[None]:
+    """Put the streams back at the end, as if nothing had been drawn."""
+    before = save(streams)
+    try:
+        yield
+    finally:
+        restore(streams, before)
+
+
+def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a loader and its samplers, each with its path."""
+    # By number, as the owners are kept alive, and an id stays theirs.
+    pending, seen = [("", loader)], dict[int, Any]()
+    # An object may invent its attributes, such as a mock.
+    while pending and len(seen) < _MOST_OWNERS:
+        path, owner = pending.pop(0)
+        if id(owner) in seen:
+            continue
+        seen[id(owner)] = owner
+        yield path, owner
+        inner = [(name, getattr(owner, name, None)) for name in _INNER]
+        pending += [(f"{path}{name}.", one) for name, one in inner if one is not None]
+
+
+def holds_generator(dataset: Any) -> bool:
+    """Return whether a dataset, or an object in it, such as a transform, has a random generator."""
+    pending, seen = deque([dataset]), dict[int, Any]()
+    while pending and len(seen) < _MOST_OBJECTS:
+        value = pending.popleft()
+        if id(value) in seen or isinstance(value, (str, bytes, type, types.ModuleType)):
+            continue
+        seen[id(value)] = value
+        if _stream(value) is not None:
+            return True
+        match value:
+            case torch.Tensor() | np.ndarray():
+                continue
+            case list() | tuple():
+                pending += value[:_MOST_ITEMS]
+            case dict():
+                pending += itertools.islice(value.values(), _MOST_ITEMS)
+            case _:
+                pending += getattr(value, "__dict__", {}).values()
+    return False
+
+
+def ranks_of(loader: Any) -> list[int] | None:
+    """Return the rank and the world size of the samplers of a DataLoader; None without them."""
+    for _, owner in _owners(loader):
+        for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
+            ranks = [
+                one for one in (getattr(owner, name, None) for name in names) if type(one) is int
+            ]
+            if len(ranks) == len(names):
+                return ranks
+    return None
+
+
+def _stream(value: object) -> Stream | None:
+    match value:
+        case np.random.Generator():
+            bits = value.bit_generator
+            return Stream(lambda: _plain(bits.state), functools.partial(setattr, bits, "state"))
+        case np.random.RandomState():
+            return Stream(lambda: _plain(value.get_state(legacy=False)), value.set_state)
+        case random.Random():
+            return Stream(lambda: _plain(value.getstate()), lambda s: value.setstate(_tuples(s)))
+        case torch.Generator():
+            return _torch_stream(value)
+    return None
+
+
+def _torch_stream(generator: Any) -> Stream:
+    return Stream(
+        lambda: _text_of(generator.get_state()), lambda text: generator.set_state(_state(text))
+    )
+
+
+def _epoch_of(sampler: Any) -> Any:
+    return getattr(sampler, "epoch", None)
+
+
+def _text_of(state: Any) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _state(text: str) -> Any:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _plain(state: Any) -> Any:
+    """Return a state of numpy or `random` as dicts, lists, numbers and strings."""
+    match state:
+        case np.ndarray():
+            return state.tolist()
+        case dict():
+            return {key: _plain(value) for key, value in state.items()}
+        case tuple() | list():
+            return [_plain(value) for value in state]
+    return state
+
+
+def _tuples(state: Any) -> Any:
+    return tuple(map(_tuples, state)) if isinstance(state, list) else state
+
+
+# Of the generators behind the functions of these modules, from which other code draws as well. The
+# build of the docs has no torch, and so no class of its generators.
+GLOBAL: dict[str, Any] = {
+    "torch": _torch_stream(torch.default_generator),
+    "numpy": _stream(getattr(np.random.get_state, "__self__")),  # noqa: B009, as stubs lack it
+    "random": _stream(getattr(random.getstate, "__self__")),  # noqa: B009
+}
+
 
 _VERSION = 1
 _MOST_EPOCHS = 2**32
@@ -49,10 +378,10 @@ class Position:
         self.epoch = self.step = 0
         self.is_restored = False
         self.ended: BaseEnqueuer[Any] | None = None
-        self._streams = index_order.streams_of(loader)
-        self._sampler = index_order.name_of(loader)
+        self._streams = streams_of(loader)
+        self._sampler = name_of(loader)
         self._identity = _identity_of(loader)
-        self._ranks = index_order.ranks_of(loader)
+        self._ranks = ranks_of(loader)
         self._is_persistent = loader.persistent_workers
         # States before the epoch; None between epochs.
         self._before: dict[str, Any] | None = None
@@ -76,7 +405,7 @@ class Position:
         # Marks of the global streams before the epoch, and those of them from which something was
         # drawn at its start; all until the first batch.
         self._marks_before: dict[str, int] = {}
-        self._used: Collection[str] = index_order.GLOBAL
+        self._used: Collection[str] = GLOBAL
         # Enqueuer whose own position is needed as well.
         self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
 
@@ -98,13 +427,13 @@ class Position:
     def resuming(self) -> AbstractContextManager[None]:
         """Return the context in which torch's iterator is made: one that resumes draws nothing."""
         if self.goes_on:
-            return index_order.kept(self._streams)
+            return kept(self._streams)
         self._note_marks()
         return self._continuing()
 
     def _note_marks(self) -> None:
         with self._continuing():
-            self._marks_before = index_order.marks(index_order.GLOBAL)
+            self._marks_before = marks_of(GLOBAL)
 
     @property
     def has_own_numbers(self) -> bool:
@@ -114,18 +443,18 @@ class Position:
     @contextlib.contextmanager
     def _continuing(self) -> Iterator[None]:
         """Draw from the continuations of global streams that the program leaves alone."""
-        own = {n: of for n, of in self._continued.items() if index_order.mark(n) == of[0]}
-        self._continued = own
-        streams = {name: index_order.GLOBAL[name] for name in own}
-        with index_order.kept(streams):
-            index_order.restore(streams, {name: state for name, (_, state) in own.items()})
+        now = marks_of(self._continued)
+        own = self._continued = {n: of for n, of in self._continued.items() if now[n] == of[0]}
+        streams = {name: GLOBAL[name] for name in own}
+        with kept(streams):
+            restore(streams, {name: state for name, (_, state) in own.items()})
             yield
-            states = index_order.save(streams)
+            states = save(streams)
         self._continued = {name: (mark, states[name]) for name, (mark, _) in own.items()}
 
     def _continue_from(self, states: Mapping[str, Any], saved: Mapping[str, int]) -> None:
         """Draw later epochs from these states, except where the program has restored its own."""
-        now = index_order.marks(saved)
+        now = marks_of(saved)
         changed = (name for name in saved if name in states and saved[name] != now[name])
         self._continued = {name: (now[name], states[name]) for name in changed}
 
@@ -158,18 +487,18 @@ class Position:
                 if not is_first:
                     self._note_marks()
                 with self._continuing():
-                    self._before = index_order.save(self._streams)
-                    self._used = index_order.GLOBAL
+                    self._before = save(self._streams)
+                    self._used = GLOBAL
                     yield None
                 return
             self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
             self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
             self._used = marks = loaded.get("marks", {})
-            self.is_restored = bool(marks) and index_order.marks(marks) == marks
-            with index_order.kept(index_order.GLOBAL):
-                index_order.restore(self._streams, loaded["before"])
+            self.is_restored = bool(marks) and marks_of(marks) == marks
+            with kept(GLOBAL):
+                restore(self._streams, loaded["before"])
                 yield loaded
-                after = index_order.save(index_order.GLOBAL)
+                after = save(GLOBAL)
             self._continue_from(after, marks)
         except BaseException:
             # The next iterator begins there.
@@ -180,7 +509,7 @@ class Position:
         """Return the sampler's iterator as it was at the start of a resumed epoch."""
         # torch has iterated over the sampler, which may have drawn from its generator.
         if self._before is not None:
-            index_order.restore(self._streams, self._before)
+            restore(self._streams, self._before)
         indices: Iterator[Any] = iter(loader._index_sampler)
         if self._draws_seed:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -198,11 +527,11 @@ class Position:
         """Note the states from before torch's iterator was made, which has drawn a seed since."""
         self._before, self._draws_seed = before, True
 
-    def streams(self, used: Collection[str] = index_order.GLOBAL) -> dict[str, Any]:
+    def streams(self, used: Collection[str] = GLOBAL) -> dict[str, Any]:
         """Return the states of streams, of the global ones only these, for the next epoch."""
         with self._continuing():
-            states = index_order.save(self._streams)
-        return {n: s for n, s in states.items() if n in used or n not in index_order.GLOBAL}
+            states = save(self._streams)
+        return {n: s for n, s in states.items() if n in used or n not in GLOBAL}
 
     def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
         """Ask this enqueuer for its position as well, from now on."""
@@ -212,8 +541,8 @@ class Position:
         """Note that an iterator has given a batch."""
         if self._is_of(iterator):
             self.step += 1
-            if self._used is index_order.GLOBAL:
-                now, before = index_order.marks(index_order.GLOBAL), self._marks_before
+            if self._used is GLOBAL:
+                now, before = marks_of(GLOBAL), self._marks_before
                 self._used = [name for name in now if now[name] != before.get(name)]
 
     def _is_of(self, iterator: object) -> bool:
@@ -261,7 +590,7 @@ class Position:
             "draws_seed": self._draws_seed,
             "persistent": self._is_persistent,
             "now": None if self._before is not None else self.streams(self._used),
-            "marks": index_order.marks(self._used),
+            "marks": marks_of(self._used),
         }
         if self._ranks is not None:
             state["ranks"] = self._ranks
@@ -322,8 +651,8 @@ class Position:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
-        own = {name: s for name, s in states.items() if name not in index_order.GLOBAL}
-        index_order.restore(self._streams, own)
+        own = {name: s for name, s in states.items() if name not in GLOBAL}
+        restore(self._streams, own)
         self._loaded = loaded
         self._continued = {}
         if state["before"] is None:
