@@ -8,8 +8,12 @@ EnqueuerMapDataset:       the same for libraries that need __getitem__ and __len
 
 from enqueuer.adapters.ranks import RankStats, gather_state, gather_stats
 from enqueuer.adapters.torch.data_loader import DataLoader
-from enqueuer.adapters.torch.datasets import EnqueuerIterableDataset, EnqueuerMapDataset
-from enqueuer.adapters.torch.loader import TorchLoader, as_tensors
+from enqueuer.adapters.torch.loader import (
+    EnqueuerIterableDataset,
+    EnqueuerMapDataset,
+    TorchLoader,
+    as_tensors,
+)
 
 __all__ = [
     "DataLoader",

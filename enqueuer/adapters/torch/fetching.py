@@ -301,15 +301,15 @@ class LoaderWorker:
         np.random.seed(_of_torch._generate_state(base_seed, index))
 
 
-class NoBatch:
+class NoBatch(Raised):
     """Comes in the place of a batch: the loop raises the error of a worker, and may go on.
 
     Args:
         error: The exception. None: the batch is None, which an enqueuer would leave out.
     """
 
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
+    def __init__(self, error: Any = None) -> None:
+        super().__init__(error)
 
     def __reduce__(self) -> Any:
         return _no_batch, (None if self.error is None else encode_error(self.error),)

@@ -4,26 +4,32 @@
     shards           -> a GeneratorEnqueuer               -> batches in turn    (iterable)
 
 It draws from torch's generators exactly as torch's own iterator does, which is its base class.
+
+Its workers and their failures are as torch's users expect them. A worker process has the members of
+multiprocessing's processes. A failure is a RuntimeError with torch's first words, and also the
+error that an enqueuer raises, so either kind of `except` catches it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from enqueuer.adapters.torch import worker_handles
 from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetchers_of
 from enqueuer.adapters.torch.position import DrawnIndices, Position
-from enqueuer.adapters.torch.worker_handles import WorkerHandle, handles_of
+from enqueuer.backends.pool import WorkerState
+from enqueuer.backends.process.handle import ProcessWorker
 from enqueuer.common.catching import suppressed
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.errors import BatchTimeout, WorkerDied
+from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
 from enqueuer.workers.messages import Epoch, Start
 
 torch = framework("torch", "torch", "2.1")
@@ -32,6 +38,89 @@ _BaseIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
 _LocalIterator: Any = torch.utils.data.dataloader._SingleProcessDataLoaderIter
 
 _pinning: Any = torch.utils.data._utils.pin_memory
+
+
+class WorkerHandle:
+    """One worker process.
+
+    Args:
+        worker: The worker.
+
+    Attributes:
+        index: Index of the worker.
+        pid: Its process.
+    """
+
+    def __init__(self, worker: ProcessWorker) -> None:
+        self.index = worker.index
+        self.pid = worker.process.pid
+        self._worker = worker
+
+    @property
+    def exitcode(self) -> int | None:
+        """Exit code of the process, negative for a signal; None: it runs, or that is not known."""
+        self._has_ended(0)
+        return self._worker.exitcode
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return not self._has_ended(0)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the process to end, at most so many seconds."""
+        # Eleven days, which every wait accepts.
+        self._has_ended(1e6 if timeout is None else timeout)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, if it runs."""
+        if self.is_alive():
+            self._worker.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process, if it runs."""
+        if self.is_alive():
+            self._worker.send_signal(signal.SIGKILL)
+
+    def _has_ended(self, timeout: float) -> bool:
+        worker = self._worker
+        # Once it was reaped, another process may have its pid.
+        if worker.exitcode is None and worker.state is not WorkerState.ENDED:
+            worker.wait_for_exitcode(timeout)
+            return worker.exitcode is not None or worker.has_ended() or not worker.process.has_pid()
+        return True
+
+
+def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
+    """Return the worker processes of an enqueuer that runs; none of threads and actors."""
+    run = core_of(enqueuer).run
+    workers = [] if run is None else run.backend.workers()
+    return [WorkerHandle(worker) for worker in workers if isinstance(worker, ProcessWorker)]
+
+
+class LoaderTimeout(BatchTimeout, RuntimeError):
+    """No batch came within the `timeout` of a DataLoader."""
+
+
+class LoaderWorkerDied(WorkerDied, RuntimeError):
+    """A worker process of a DataLoader has died."""
+
+
+def died(error: WorkerDied) -> LoaderWorkerDied:
+    """Return the error of a worker that has died."""
+    found = re.search(r"\(process (\d+), ", str(error))
+    pid = None if found is None else int(found[1])
+    code = error.exitcode
+    how = "ended"
+    if code is not None and code < 0:
+        how = f"is killed by signal: {signal.strsignal(-code) or -code}"
+    elif code is not None:
+        how = f"exited unexpectedly with exit code {code}"
+    # torch says both, in two exceptions.
+    message = (
+        f"DataLoader worker (pid(s) {pid}) exited unexpectedly: "
+        f"DataLoader worker (pid {pid}) {how}. {error}"
+    )
+    return LoaderWorkerDied(message, error.worker, error.exitcode)
 
 
 class WorkerIterator(_BaseIterator):
@@ -163,14 +252,19 @@ class WorkerIterator(_BaseIterator):
                 self._position.ended = self.enqueuer
             raise
         except BatchTimeout as error:
-            raise worker_handles.timed_out(error, self._timeout) from error
+            message = f"DataLoader timed out after {self._timeout} seconds: {error}"
+            raise LoaderTimeout(message) from error
         except WorkerDied as error:
-            raise worker_handles.died(error) from error
+            raise died(error) from error
         self._position.advance(self)
         self._indices.drawn.draw(1)
         if isinstance(batch, NoBatch):
+            # The loop would end as if all were well.
+            if isinstance(batch.error, (StopIteration, StopAsyncIteration)):
+                message = f"a worker of the DataLoader raised {batch.error!r}"
+                raise WorkerError(message) from batch.error
             if batch.error is not None:
-                worker_handles.reraise(batch.error)
+                batch.reraise()
             return None
         if self._pin_memory:
             return _pinning.pin_memory(batch, self._pin_memory_device)
