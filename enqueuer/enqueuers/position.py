@@ -133,7 +133,7 @@ def load(
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
     """
-    with _reading():
+    with reading():
         check_format(state)
         kind = state["kind"]
         if kind != identity["kind"]:
@@ -214,7 +214,7 @@ def check_format(state: Mapping[str, Any]) -> None:
             "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
             "to begin with the first batch"
         )
-    with _reading():
+    with reading():
         version = state["version"]
         if version != VERSION:
             raise StateMismatch(
@@ -226,14 +226,14 @@ def check_format(state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Raise StateMismatch if what is read turns out to be no state."""
+def reading(of: str = "an enqueuer") -> Iterator[None]:
+    """Raise StateMismatch if what is read turns out to be no state of it."""
     try:
         yield
     except StateMismatch:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StateMismatch(f"this is not the state of an enqueuer: {error!r}") from error
+        raise StateMismatch(f"this is not the state of {of}: {error!r}") from error
 
 
 def check_shards(state: State, epoch: Epoch) -> None:
@@ -364,7 +364,7 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
         >>> [list(enqueuer) for enqueuer in later]
         [[2, 5], [3, 6], [4, 7]]
     """
-    with _reading():
+    with reading():
         return _merged(list(states))
 
 

@@ -65,7 +65,7 @@ def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """
     first = batch[0]
     if type(first) is not torch.Tensor or not is_plain_tensor(first):
-        return _by_torch_itself(torch.Tensor, batch, collate_fn_map)
+        return _by_torch[torch.Tensor](batch, collate_fn_map=collate_fn_map)
     return collate.stack_tensors(batch, torch)
 
 
@@ -73,23 +73,14 @@ def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """Return arrays stacked along a new first axis, as a tensor; see `stack_tensors`."""
     first, count = batch[0], len(batch)
     dtype = first.dtype
-    if (
-        dtype.kind not in "biuf"
-        or not dtype.isnative
-        or not first.size
-        # These two lines call no Python code for each array.
-        or [*map(type, batch)].count(np.ndarray) < count
-        or [*map(_dtype_of, batch)].count(dtype) < count
-    ):
-        return _by_torch_itself(np.ndarray, batch, collate_fn_map)
-    # torch lacks some dtypes, such as float128, and has its own error of shapes that differ.
-    with contextlib.suppress(TypeError, ValueError):
-        return torch.from_numpy(collate.stack_arrays(batch))
-    return _by_torch_itself(np.ndarray, batch, collate_fn_map)
-
-
-def _by_torch_itself(kind: Any, batch: Sequence[Any], collate_fn_map: Any) -> Any:
-    return _by_torch[kind](batch, collate_fn_map=collate_fn_map)
+    is_known = dtype.kind in "biuf" and dtype.isnative and first.size
+    # These two lines call no Python code for each array.
+    is_known = is_known and [*map(type, batch)].count(np.ndarray) == count
+    if is_known and [*map(_dtype_of, batch)].count(dtype) == count:
+        # torch lacks some dtypes, such as float128, and has its own error of shapes that differ.
+        with contextlib.suppress(TypeError, ValueError):
+            return torch.from_numpy(collate.stack_arrays(batch))
+    return _by_torch[np.ndarray](batch, collate_fn_map=collate_fn_map)
 
 
 class _Threads(threading.local):

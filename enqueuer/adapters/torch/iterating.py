@@ -90,13 +90,6 @@ class WorkerHandle:
         return True
 
 
-def handles_of(enqueuer: BaseEnqueuer[Any]) -> list[WorkerHandle]:
-    """Return the worker processes of an enqueuer that runs; none of threads and actors."""
-    run = core_of(enqueuer).run
-    workers = [] if run is None else run.backend.workers()
-    return [WorkerHandle(worker) for worker in workers if isinstance(worker, ProcessWorker)]
-
-
 class LoaderTimeout(BatchTimeout, RuntimeError):
     """No batch came within the `timeout` of a DataLoader."""
 
@@ -138,7 +131,7 @@ class WorkerIterator(_BaseIterator):
     _base_seed: int
 
     def __init__(self, loader: Any, options: Mapping[str, Any], position: Position) -> None:
-        with position.resuming():
+        with position.making():
             super().__init__(loader)
         self._base_seed = position.seed(self._base_seed)
         self._position = position
@@ -158,9 +151,7 @@ class WorkerIterator(_BaseIterator):
         self._leave_epoch()
         with self._position.begin(self, first_iter) as resumed:
             super()._reset(loader, first_iter)
-            if resumed is not None:
-                self._sampler_iter = self._position.reopened(loader)
-            drawn = self._position.draw(self._sampler_iter)
+            drawn = self._position.draw(self._sampler_iter, loader)
             drawn.draw(self._position.step + self._ahead)
             self._indices.drawn = drawn
             if not first_iter and self._shared_seed is not None:
@@ -174,8 +165,8 @@ class WorkerIterator(_BaseIterator):
         self._handles = None
         # Batches that were left out count as well.
         may_skip = self._options["on_error"] is not NoBatch
-        if self._is_iterable or may_skip or self._options["ordered"] is not True:
-            self._position.ask(self.enqueuer)
+        is_counted = not (self._is_iterable or may_skip) and self._options["ordered"] is True
+        self._position.needs_workers = not is_counted
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
         enqueuer, position = self.enqueuer, self._position
@@ -190,7 +181,11 @@ class WorkerIterator(_BaseIterator):
     def _workers(self) -> list[WorkerHandle]:
         """The worker processes; other code reads them by torch's name for them."""
         if self._handles is None:
-            self._handles = handles_of(self.enqueuer)
+            run = core_of(self.enqueuer).run
+            workers = [] if run is None else run.backend.workers()
+            # Threads and actors have none.
+            processes = (worker for worker in workers if isinstance(worker, ProcessWorker))
+            self._handles = [WorkerHandle(worker) for worker in processes]
         return self._handles
 
     @property
@@ -287,38 +282,25 @@ class LocalIterator(_LocalIterator):
     _sampler_iter: Iterator[Any]
 
     def __init__(self, loader: Any, position: Position) -> None:
-        before = position.streams()
-        # A sampler draws its seed with its first indices.
-        reads_first = int(position.has_own_numbers)
-        with position.resuming():
+        with position.making():
             super().__init__(loader)
+        self._base_seed = position.seed(self._base_seed)
         if loader.concurrency > 1:
             self._dataset_fetcher = fetchers_of(loader)()
-        self._base_seed = position.seed(self._base_seed)
         self._position = position
-        with position.begin(self, is_first=True) as resumed:
-            if resumed is None:
-                position.note(before)
-                if self._dataset_kind == torch.utils.data._DatasetKind.Map:
-                    self._sampler_iter = drawn = position.draw(self._sampler_iter)
-                    drawn.draw(reads_first)
-            else:
-                self._resume(loader)
-
-    def _resume(self, loader: Any) -> None:
-        position = self._position
-        self._sampler_iter = indices = position.reopened(loader)
-        if self._dataset_kind == torch.utils.data._DatasetKind.Map:
-            self._sampler_iter = drawn = position.draw(indices)
-            deque(itertools.islice(drawn, position.step), maxlen=0)
-            # Before the first batch, a sampler may not have drawn: then it draws from the streams
-            # that the program has restored.
-            drawn.draw(1 if position.step or not position.is_restored else 0)
-            return
-        # An iterable dataset is iterated again.
-        self._dataset_fetcher = fetchers_of(loader)()
-        for _ in range(position.step):
-            self._dataset_fetcher.fetch(next(indices))
+        is_map = self._dataset_kind == torch.utils.data._DatasetKind.Map
+        with position.begin(self, is_first=True, draws_seed=True) as resumed:
+            if is_map or resumed is not None:
+                self._sampler_iter = drawn = position.draw(self._sampler_iter, loader)
+            if is_map:
+                deque(itertools.islice(drawn, position.step), maxlen=0)
+                # A sampler draws its seed with its first indices.
+                drawn.draw(int(position.draws_first))
+            elif resumed is not None:
+                # An iterable dataset is iterated again.
+                self._dataset_fetcher = fetchers_of(loader)()
+                for _ in range(position.step):
+                    self._dataset_fetcher.fetch(next(drawn))
 
     def _next_data(self) -> Any:
         try:

@@ -3,7 +3,7 @@
     streams_of(loader) -> its generators, and the global ones; save() and restore() their states
     begin()            notes the streams, then step += 1 for each batch, then end()
     state_dict()       -> the streams before the epoch, the seed of the workers, the step
-    load_state_dict(), resuming(), begin(), reopened() -> the same order of indices again
+    load_state_dict(), making(), begin(), draw() -> the same order of indices again
 
 A sampler gives the same order again if it is iterated from the same states. So a position needs
 these states and a number of batches, and no list of indices.
@@ -34,7 +34,6 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -43,6 +42,7 @@ from enqueuer.common import checks
 from enqueuer.common.catching import raised_here
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
+from enqueuer.enqueuers.position import reading
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.workers.task_loop import Raised
 
@@ -291,10 +291,8 @@ def ranks_of(loader: Any) -> list[int] | None:
     """Return the rank and the world size of the samplers of a DataLoader; None without them."""
     for _, owner in _owners(loader):
         for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
-            ranks = [
-                one for one in (getattr(owner, name, None) for name in names) if type(one) is int
-            ]
-            if len(ranks) == len(names):
+            ranks: list[Any] = [getattr(owner, name, None) for name in names]
+            if all(type(one) is int for one in ranks):
                 return ranks
     return None
 
@@ -369,21 +367,24 @@ class Position:
     Attributes:
         epoch: Number of the epoch for the workers.
         step: Number of batches of the epoch that the loop was given.
-        is_restored: Whether the program had the global streams of a loaded state when it began.
+        draws_first: Whether an iterator without workers is to draw its first indices as it begins,
+            from other states than those of the global streams.
+        needs_workers: Whether the position of the iterator's enqueuer is needed as well.
         iterator: Returns the latest iterator; None if it was dropped.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
     def __init__(self, loader: Any) -> None:
         self.epoch = self.step = 0
-        self.is_restored = False
+        self.draws_first = self.needs_workers = False
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = streams_of(loader)
         self._sampler = name_of(loader)
         self._identity = _identity_of(loader)
         self._ranks = ranks_of(loader)
         self._is_persistent = loader.persistent_workers
-        # States before the epoch; None between epochs.
+        # States before the latest iterator was made, and before the epoch; None between epochs.
+        self._made_from: dict[str, Any] = {}
         self._before: dict[str, Any] | None = None
         # Whether torch has drawn the seed of the workers between these and the order of indices.
         self._draws_seed = False
@@ -406,39 +407,30 @@ class Position:
         # drawn at its start; all until the first batch.
         self._marks_before: dict[str, int] = {}
         self._used: Collection[str] = GLOBAL
-        # Enqueuer whose own position is needed as well.
-        self._enqueuer: weakref.ref[BaseEnqueuer[Any]] | None = None
 
     # --- a new iterator ---
 
     @property
-    def is_within_epoch(self) -> bool:
-        """Whether a state was loaded whose epoch is not over."""
-        return self._loaded is not None and self._loaded["before"] is not None
-
-    @property
-    def goes_on(self) -> bool:
+    def _goes_on(self) -> bool:
         """Whether the next iterator goes on with the seed of a loaded state."""
         loaded = self._loaded
         if loaded is None or loaded["seed"] is None:
             return False
-        return self.is_within_epoch or (self._is_persistent and loaded["persistent"])
+        return loaded["before"] is not None or (self._is_persistent and loaded["persistent"])
 
-    def resuming(self) -> AbstractContextManager[None]:
-        """Return the context in which torch's iterator is made: one that resumes draws nothing."""
-        if self.goes_on:
-            return kept(self._streams)
-        self._note_marks()
-        return self._continuing()
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Give the context in which torch's iterator is made: one that resumes draws nothing."""
+        goes_on = self._goes_on
+        with kept(self._streams) if goes_on else self._continuing():
+            self._marks_before = {} if goes_on else marks_of(GLOBAL)
+            self._made_from = save(self._streams)
+            yield
 
-    def _note_marks(self) -> None:
-        with self._continuing():
-            self._marks_before = marks_of(GLOBAL)
-
-    @property
-    def has_own_numbers(self) -> bool:
-        """Whether the next epoch draws from the continuation of a resumed run."""
-        return bool(self._continued)
+    def seed(self, drawn: int) -> int:
+        """Return the seed of the workers: the one that torch has drawn, or that of a state."""
+        self._seed = self._loaded["seed"] if self._loaded and self._goes_on else drawn
+        return self._seed
 
     @contextlib.contextmanager
     def _continuing(self) -> Iterator[None]:
@@ -458,43 +450,44 @@ class Position:
         changed = (name for name in saved if name in states and saved[name] != now[name])
         self._continued = {name: (now[name], states[name]) for name in changed}
 
-    def seed(self, drawn: int) -> int:
-        """Return the seed of the workers: the one that torch has drawn, or that of a state."""
-        self._seed = self._loaded["seed"] if self._loaded and self.goes_on else drawn
-        return self._seed
-
     @contextlib.contextmanager
-    def begin(self, iterator: object, is_first: bool) -> Iterator[dict[str, Any] | None]:
+    def begin(
+        self, iterator: object, is_first: bool, draws_seed: bool = False
+    ) -> Iterator[dict[str, Any] | None]:
         """Begin an epoch.
 
         Args:
             iterator: Iterator that moves the position on.
             is_first: Whether it is the first one of its iterator.
+            draws_seed: Whether the epoch has begun before torch drew the seed of the workers.
 
         Yields:
             The loaded state of the epoch; None if all of the epoch is left.
         """
-        loaded, within, goes_on = self._loaded, self.is_within_epoch, self.goes_on
+        loaded, goes_on = self._loaded, self._goes_on
         self._why_none = ""
         self.iterator, self._is_shared = weakref.ref(iterator), False
-        self._loaded = self._enqueuer = None
+        self._loaded, self.needs_workers = None, False
         try:
-            if loaded is None or not within:
-                self.epoch = 0 if is_first else self.epoch + 1
-                if loaded is not None and goes_on:
-                    self.epoch = loaded["epoch"] + 1
-                self.step, self._draws_seed, self._expected = 0, False, None
-                if not is_first:
-                    self._note_marks()
+            if loaded is None or loaded["before"] is None:
+                number = loaded["epoch"] if loaded is not None and goes_on else self.epoch
+                self.epoch = number + 1 if goes_on or not is_first else 0
+                self.step, self._draws_seed, self._expected = 0, draws_seed, None
+                self._used = GLOBAL
                 with self._continuing():
-                    self._before = save(self._streams)
-                    self._used = GLOBAL
+                    if not is_first:
+                        self._marks_before = marks_of(GLOBAL)
+                    self._before = self._made_from if draws_seed else save(self._streams)
+                    self.draws_first = bool(self._continued)
                     yield None
                 return
             self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
             self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
             self._used = marks = loaded.get("marks", {})
-            self.is_restored = bool(marks) and marks_of(marks) == marks
+            is_restored = bool(marks) and marks_of(marks) == marks
+            # Before the first batch, a sampler may not have drawn: then it draws from the streams
+            # that the program has restored.
+            self.draws_first = self.step > 0 or not is_restored
             with kept(GLOBAL):
                 restore(self._streams, loaded["before"])
                 yield loaded
@@ -505,37 +498,20 @@ class Position:
             self._loaded = loaded
             raise
 
-    def reopened(self, loader: Any) -> Iterator[Any]:
-        """Return the sampler's iterator as it was at the start of a resumed epoch."""
-        # torch has iterated over the sampler, which may have drawn from its generator.
-        if self._before is not None:
-            restore(self._streams, self._before)
-        indices: Iterator[Any] = iter(loader._index_sampler)
-        if self._draws_seed:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-        return indices
-
-    def draw(self, indices: Iterator[Any]) -> DrawnIndices:
+    def draw(self, indices: Iterator[Any], loader: Any) -> DrawnIndices:
         """Return the iterator over the indices of the epoch, which records them.
 
-        A resumed epoch raises StateMismatch where it has drawn other indices than before.
+        A resumed epoch draws them from its start again, and raises StateMismatch where they are
+        others than before.
         """
+        if self._expected is not None:
+            # torch has iterated over the sampler, which may have drawn from its generator.
+            restore(self._streams, self._before or {})
+            indices = iter(loader._index_sampler)
+            if self._draws_seed:
+                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._drawn = DrawnIndices(indices, self._sampler, self._expected)
         return self._drawn
-
-    def note(self, before: dict[str, Any]) -> None:
-        """Note the states from before torch's iterator was made, which has drawn a seed since."""
-        self._before, self._draws_seed = before, True
-
-    def streams(self, used: Collection[str] = GLOBAL) -> dict[str, Any]:
-        """Return the states of streams, of the global ones only these, for the next epoch."""
-        with self._continuing():
-            states = save(self._streams)
-        return {n: s for n, s in states.items() if n in used or n not in GLOBAL}
-
-    def ask(self, enqueuer: BaseEnqueuer[Any]) -> None:
-        """Ask this enqueuer for its position as well, from now on."""
-        self._enqueuer = weakref.ref(enqueuer)
 
     def advance(self, iterator: object) -> None:
         """Note that an iterator has given a batch."""
@@ -556,7 +532,7 @@ class Position:
         """Note that the epoch of an iterator is over."""
         if not self._is_of(iterator):
             return
-        self.step, self._before, self._enqueuer = 0, None, None
+        self.step, self._before, self.needs_workers = 0, None, False
 
     # --- states ---
 
@@ -573,8 +549,8 @@ class Position:
                 "two iterators of this DataLoader were in use, so it had no position; use another "
                 "DataLoader for the inner loop"
             )
-        enqueuer = None if self._enqueuer is None else self._enqueuer()
-        if self._enqueuer is not None and enqueuer is None:
+        iterator = self.iterator()
+        if self.needs_workers and iterator is None:
             return self._none(
                 "the iterator was dropped in the middle of an epoch, and with it the position "
                 "of its workers; keep the iterator until state_dict() was called"
@@ -589,19 +565,25 @@ class Position:
             "before": self._before,
             "draws_seed": self._draws_seed,
             "persistent": self._is_persistent,
-            "now": None if self._before is not None else self.streams(self._used),
+            "now": None if self._before is not None else self._next_states(),
             "marks": marks_of(self._used),
         }
         if self._ranks is not None:
             state["ranks"] = self._ranks
         count = 0 if self._identity["iterable"] else self.step
-        if enqueuer is not None:
-            state["workers"] = enqueuer.state_dict()
+        if self.needs_workers:
+            state["workers"] = iterator.enqueuer.state_dict()
             if not self._identity["iterable"]:
                 # Batches that were left out were drawn as well.
                 count = sum(number for _, number in state["workers"]["positions"] or ())
         state["drawn"] = [count, self._drawn.fingerprint(count) if self._drawn is not None else 0]
         return state
+
+    def _next_states(self) -> dict[str, Any]:
+        """Return the states of the streams, of the global ones only those that are used."""
+        with self._continuing():
+            states = save(self._streams)
+        return {n: s for n, s in states.items() if n in self._used or n not in GLOBAL}
 
     def _none(self, reason: str) -> dict[str, Any]:
         """Return a state that has no position, and warn once an epoch."""
@@ -621,7 +603,7 @@ class Position:
             StateMismatch: The state is of another loader, or damaged.
             InvalidState: It has no position, as a warning said when it was saved.
         """
-        try:
+        with reading("a DataLoader"):
             if "none" in state:
                 raise InvalidState(f"this state has no position: {state['none']}")
             if state["kind"] != "DataLoader" or state["version"] != _VERSION:
@@ -638,19 +620,13 @@ class Position:
                 raise StateMismatch(f"the state does not fit: {'; '.join(differences)}")
             for name in ("step", "epoch"):
                 checks.count(name, state[name])
-            if state["epoch"] > _MOST_EPOCHS:
-                raise ValueError(f"epoch is out of range: {state['epoch']}")
             step, fingerprint = state["drawn"]
             checks.count("drawn", step), checks.count("drawn", fingerprint)
+            if state["epoch"] > _MOST_EPOCHS:
+                raise ValueError(f"epoch is out of range: {state['epoch']}")
             states = dict(state["now"] if state["before"] is None else state["before"])
-            loaded = {name: state[name] for name in state}
-            for name in ("seed", "draws_seed", "persistent"):
-                state[name]
             marks = {str(name): int(mark) for name, mark in state.get("marks", {}).items()}
-        except (InvalidState, StateMismatch):
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateMismatch(f"this is not the state of a DataLoader: {error!r}") from error
+            loaded = {name: state[name] for name in ("seed", "draws_seed", "persistent", *state)}
         own = {name: s for name, s in states.items() if name not in GLOBAL}
         restore(self._streams, own)
         self._loaded = loaded
