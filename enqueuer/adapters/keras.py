@@ -207,14 +207,11 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
 class _Call:
     """The dataset for one call of Keras: the adapter of the call holds this object."""
 
-    use_multiprocessing = False
-
     def __init__(self, dataset: EnqueuerDataset) -> None:
         self._dataset: Any = weakref.proxy(dataset)
 
-    @property
-    def num_batches(self) -> int:
-        return self._dataset.num_batches  # type: ignore[no-any-return]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset._give(self)
@@ -223,6 +220,3 @@ class _Call:
         # Two calls may take turns: training and validation.
         self._dataset._call = self
         self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()

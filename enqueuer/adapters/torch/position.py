@@ -207,10 +207,9 @@ def streams_of(loader: Any) -> dict[str, Stream]:
                 streams[f"{path}{name}"] = stream
         # The order of a sampler with an epoch depends on that. The `state_dict` of torchdata's
         # StatefulDistributedSampler has a position instead: after an epoch, that of its end.
-        if path and hasattr(owner, "set_epoch") and isinstance(_epoch_of(owner), int):
-            streams[f"{path}set_epoch"] = Stream(
-                functools.partial(_epoch_of, owner), owner.set_epoch
-            )
+        epoch_of = functools.partial(getattr, owner, "epoch", None)
+        if path and hasattr(owner, "set_epoch") and isinstance(epoch_of(), int):
+            streams[f"{path}set_epoch"] = Stream(epoch_of, owner.set_epoch)
         elif path and hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
             streams[f"{path}state_dict"] = Stream(owner.state_dict, owner.load_state_dict)
     return streams
@@ -312,21 +311,13 @@ def _stream(value: object) -> Stream | None:
 
 
 def _torch_stream(generator: Any) -> Stream:
-    return Stream(
-        lambda: _text_of(generator.get_state()), lambda text: generator.set_state(_state(text))
-    )
+    def get() -> str:
+        return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
 
+    def put(text: str) -> None:
+        generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
 
-def _epoch_of(sampler: Any) -> Any:
-    return getattr(sampler, "epoch", None)
-
-
-def _text_of(state: Any) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _state(text: str) -> Any:
-    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+    return Stream(get, put)
 
 
 def _plain(state: Any) -> Any:
