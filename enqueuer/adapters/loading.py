@@ -85,8 +85,7 @@ class Loader(Generic[Batch]):
         reader: Callable[..., Reader[Batch]] | None = None,
     ) -> None:
         epochs = LoaderEpochs(loader, steps_per_epoch)
-        make: Callable[..., Reader[Batch]] = Reader if reader is None else reader
-        self._reader = make(epochs, check, convert)
+        self._reader: Reader[Batch] = (reader or Reader)(epochs, check, convert)
         # Libraries check for methods of these names, and call those that exist. So these are
         # attributes, and exist only if the loader has a position.
         if hasattr(loader, "state_dict"):
@@ -543,8 +542,10 @@ class PrefetchReader(Reader[Batch]):
             yield from map(self._received, thread.get())
         except BaseException:
             # After a `break` the ready batches are dropped, unless the next iteration gives them.
-            if thread is self._thread and not self.epochs.keeps_position:
-                _close(thread)
+            run = core_of(thread).run
+            if thread is self._thread and not self.epochs.keeps_position and run is not None:
+                # The thread ends after its batch, and this does not wait for it.
+                run.close()
             raise
         # Otherwise another iterator has come to the end of this epoch.
         if thread is self._thread:
@@ -560,13 +561,6 @@ class PrefetchReader(Reader[Batch]):
         self.end_reading(None)
         self.epochs.given = None
         changed.reraise()
-
-
-def _close(thread: GeneratorEnqueuer[Any]) -> None:
-    """Drop the ready batches, and let the thread end after its batch, without waiting."""
-    run = core_of(thread).run
-    if run is not None:
-        run.close()
 
 
 def _changed(
