@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import functools
 import io
 import itertools
@@ -34,6 +35,7 @@ from tblib import pickling_support
 from enqueuer.common.text import str_of
 from enqueuer.errors import WorkerError
 from enqueuer.transport.culprit import name_of
+from enqueuer.workers.messages import Empty, End, Failure
 
 
 class Place(NamedTuple):
@@ -187,6 +189,22 @@ def decode_error(data: bytes) -> BaseException:
     if isinstance(error, BaseException):
         return error
     return WorkerError(f"{message} (it could not be rebuilt here: {error})", text)
+
+
+def with_encoded_error(message: End | Failure | Empty) -> End | Failure | Empty:
+    """Return a message as it can be pickled: a failure has its error as bytes."""
+    if not isinstance(message, Failure):
+        return message
+    error: Any = encode_error(message.error)
+    return dataclasses.replace(message, error=error)
+
+
+def with_decoded_error(message: Any) -> Any:
+    """Return a message as it was before `with_encoded_error`."""
+    if not isinstance(message, Failure):
+        return message
+    error: Any = message.error
+    return dataclasses.replace(message, error=decode_error(error))
 
 
 def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.Event) -> None:

@@ -24,19 +24,10 @@ from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport import item_codec, small_arrays, task_queue
 from enqueuer.transport.block_map import BlockMap
-from enqueuer.transport.errors import decode_error
+from enqueuer.transport.errors import with_decoded_error
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import (
-    ALIGNMENT,
-    FRAME,
-    NUMBER,
-    PACKET,
-    REPORT,
-    SEGMENT,
-    Credit,
-    Kind,
-)
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, NUMBER, PACKET, SEGMENT, Credit, Kind
 from enqueuer.transport.ring import (
     ASKING,
     AWAITED,
@@ -55,15 +46,7 @@ from enqueuer.transport.ring import (
     WRITTEN,
     Ring,
 )
-from enqueuer.workers.messages import (
-    Empty,
-    End,
-    Epoch,
-    Failure,
-    ItemTuple,
-    Reported,
-    Taken,
-)
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken
 
 
 class ReceiverControl:
@@ -211,7 +194,6 @@ class ReceiverControl:
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 
 
-_MESSAGES = frozenset({Kind.END, Kind.FAILURE, Kind.SKIPPED, Kind.REPORTED})
 _loads = pickle.loads
 _RUN, _STATED, _ARRAYS = int(Kind.RUN), int(Kind.STATED), int(Kind.ARRAYS)
 _ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
@@ -535,22 +517,14 @@ class ItemReceiver:
         Raises:
             TransportError: The frame makes no sense.
         """
-        if kind == Kind.EMPTY:
-            return Empty(number)
-        if kind not in _MESSAGES:
+        if kind != Kind.MESSAGE:
             raise TransportError(f"{self._name} sent a malformed frame")
-        is_skipped = kind in (Kind.SKIPPED, Kind.REPORTED)
         try:
             data, buffers = self._open(body, table)
         except BlockMemoryError as error:
-            return Failure(shard, number, error, skipped=is_skipped)
-        if kind == Kind.END:
-            return End(shard, item_codec.decode(data, buffers) if body else None, number)
-        if kind == Kind.REPORTED:
-            nth, log = REPORT.unpack_from(data)
-            caught = decode_error(bytes(data[REPORT.size :]))
-            return Reported(shard, number, caught, nth=nth, log=log)
-        return Failure(shard, number, decode_error(bytes(data)), skipped=is_skipped)
+            return Failure(shard, number, error)
+        message: End | Failure | Empty = with_decoded_error(item_codec.decode(data, buffers))
+        return message
 
     def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle of a frame and the buffers beside it."""

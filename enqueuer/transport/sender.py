@@ -32,11 +32,11 @@ from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter
-from enqueuer.transport.errors import encode_error
+from enqueuer.transport.errors import with_encoded_error
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets, take
-from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, REPORT, Credit, Kind
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, Credit, Kind
 from enqueuer.transport.ring import (
     ASKING,
     AWAITED,
@@ -57,7 +57,7 @@ from enqueuer.transport.ring import (
     Spin,
 )
 from enqueuer.transport.small_arrays import Layouts
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 
 # Records that are kept while the socket is full; more are counted and dropped.
 _MOST_RECORDS = 10_000
@@ -546,25 +546,10 @@ class ItemSender:
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
         self._control.check()
-        data: bytes | Pieces = b""
-        buffers: Sequence[Buffer] = ()
-        match message:
-            case Empty():
-                self._put(Kind.EMPTY, 0, message.number, 0, b"")
-                return
-            case End():
-                kind = Kind.END
-                if message.state is not None:
-                    data, buffers = self._encode(message.state)
-            case Reported():
-                kind = Kind.REPORTED
-                data = REPORT.pack(message.nth, message.log) + encode_error(message.error)
-            case _:
-                kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
-                data = encode_error(message.error)
-        data, segments = self.blocks.lay_out(data, buffers)
+        shard = 0 if isinstance(message, Empty) else message.shard
+        data, segments = self.blocks.lay_out(*self._encode(with_encoded_error(message)))
         table = self.blocks.announce(segments)
-        self._put(kind, message.shard, message.number, len(table), table + data)
+        self._put(Kind.MESSAGE, shard, message.number, len(table), table + data)
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
