@@ -192,13 +192,7 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        try:
-            with self._lock:
-                self._send_records_locked(wait=True)
-                self._send_locked(kind, body, fds, wait=True)
-        except OSError as error:
-            self.closed = True
-            raise Closed("the consumer left") from error
+        self.flush_records(True, kind, body, fds)
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -218,8 +212,12 @@ class SenderControl:
             finally:
                 self._lock.release()
 
-    def flush_records(self, wait: bool = True) -> None:
-        """Send what was logged; without `wait`, as much as there is room for.
+    def flush_records(self, wait: bool = True, *packet: Any) -> None:
+        """Send what was logged, and then a packet, if one is given.
+
+        Args:
+            wait: Whether to wait for room; without, as much is sent as there is room for.
+            packet: Kind, body and descriptors of the packet.
 
         Raises:
             Closed: The consumer left.
@@ -227,6 +225,8 @@ class SenderControl:
         try:
             with self._lock:
                 self._send_records_locked(wait)
+                if packet:
+                    self._send_locked(*packet, wait)
         except OSError as error:
             self.closed = True
             raise Closed("the consumer left") from error
@@ -627,8 +627,10 @@ class ItemSender:
         """
         self._control.check()
         size = len(data) + sum(buffer.nbytes for buffer in buffers)
+        if isinstance(data, bytes) and not buffers and size <= INLINE_BYTES:
+            self._writer.wait_for_credit(size)
+            return data, b""
         data, segments = self.blocks.lay_out(data, buffers)
-        if segments:
-            self.meter.words[BYTES] += size
+        self.meter.words[BYTES] += size
         self._writer.wait_for_credit(size)
         return data, self.blocks.announce(segments)

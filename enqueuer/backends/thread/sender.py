@@ -128,14 +128,14 @@ class ThreadSender:
         # The exception that ended the loop of the worker.
         self.error: BaseException | None = None
         self.inbox = inbox
-        self._orders = orders
+        self.orders = orders
         self._tickets = tickets
         self._measured = measured
         self.meter = Meter()
         # Where waits for orders and tickets are noted.
         self._waits = self.meter
         # The threads that run elements, if there are several.
-        self.threads: ElementThreads | None = None
+        self.elements: ElementThreads | None = None
         # Items until the next one is weighed, without those of the bunch that is open; negative
         # after a bunch that was longer.
         self._left: tuple[int, Bunch | None] = 1, None
@@ -249,14 +249,14 @@ class ThreadSender:
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.
         self._waits = Meter()
-        self.threads = threads
+        self.elements = threads
         threads.on_error = self.fail
         return LockedSender(self)
 
     def next_epoch(self) -> Epoch | None:
         if not self.meter.words[BEGAN]:
             self._begin()
-        epoch = self._orders.get(self._waits, IDLE)
+        epoch = self.orders.get(self._waits, IDLE)
         if epoch is not None:
             self.inbox.begin_epoch(epoch.number)
             self._forget_digests()
