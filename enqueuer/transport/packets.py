@@ -33,7 +33,8 @@ _MOST_FDS = 4
 _ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _HOW = MAX_PACKET, _ANCILLARY, _FLAGS
-_LENGTH = struct.Struct("<I")
+# In a stream, before each packet: its length, and the number of descriptors that belong to it.
+_HEAD = struct.Struct("<IB")
 _has_data = itemgetter(0)
 
 
@@ -84,7 +85,7 @@ class Packets:
             OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
         """
         # A stream needs the lengths, and does not keep descriptors with a byte.
-        packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data if self.is_stream else data
+        packet = _HEAD.pack(len(data), len(fds)) + data if self.is_stream else data
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else ()
         try:
             sent = self._sock.sendmsg([packet], rights, 0 if wait else socket.MSG_DONTWAIT)
@@ -158,18 +159,14 @@ class Packets:
             return
         self._fds.extend(fds)
         self._bytes += data
-        self._cut()
-
-    def _cut(self) -> None:
-        """Cut a stream into packets."""
-        head = _LENGTH.size + 1
-        while len(self._bytes) >= head:
-            (length,) = _LENGTH.unpack_from(self._bytes)
-            if len(self._bytes) < head + length:
+        while len(self._bytes) >= _HEAD.size:
+            length, count = _HEAD.unpack_from(self._bytes)
+            end = _HEAD.size + length
+            if len(self._bytes) < end:
                 return
-            fds = [self._fds.popleft() for _ in range(min(self._bytes[head - 1], len(self._fds)))]
-            self.received.append((bytes(self._bytes[head : head + length]), fds))
-            del self._bytes[: head + length]
+            fds = [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
+            self.received.append((bytes(self._bytes[_HEAD.size : end]), fds))
+            del self._bytes[:end]
 
 
 def take(sock: socket.socket) -> tuple[bytes, list[int]] | None:

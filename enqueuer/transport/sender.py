@@ -192,7 +192,7 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        self.flush_records(True, kind, body, fds)
+        self.flush_records(packet=(kind, body, fds))
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -212,7 +212,9 @@ class SenderControl:
             finally:
                 self._lock.release()
 
-    def flush_records(self, wait: bool = True, *packet: Any) -> None:
+    def flush_records(
+        self, wait: bool = True, packet: tuple[int, bytes, Sequence[int]] | None = None
+    ) -> None:
         """Send what was logged, and then a packet, if one is given.
 
         Args:
@@ -225,7 +227,7 @@ class SenderControl:
         try:
             with self._lock:
                 self._send_records_locked(wait)
-                if packet:
+                if packet is not None:
                     self._send_locked(*packet, wait)
         except OSError as error:
             self.closed = True

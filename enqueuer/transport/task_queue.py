@@ -67,13 +67,12 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
-    data = b""
     try:
         data = pickle.dumps(ticket, protocol=5)
+        if are_forked or b"__main__" not in data:
+            return data
     except raised_here(Exception):
         pass
-    if data and (are_forked or b"__main__" not in data):
-        return data
     # As in `item_codec`.
     import cloudpickle
 
