@@ -180,7 +180,8 @@ class BlockPool:
                 self._free.remove(best)
             best.taken = time.monotonic()
             self._busy[best.number] = best
-            self._drop_idle_locked(best.taken)
+            while self._free and best.taken - self._free[0].taken > _IDLE_S:
+                self._drop_locked(self._free[0])
             return best
 
     def make(self, shape: Sequence[SupportsIndex], dtype: np.dtype[Any]) -> np.ndarray:
@@ -248,10 +249,6 @@ class BlockPool:
         block.is_sent = False
         self._free.append(block)
         while len(self._free) > self._keep:
-            self._drop_locked(self._free[0])
-
-    def _drop_idle_locked(self, now: float) -> None:
-        while self._free and now - self._free[0].taken > _IDLE_S:
             self._drop_locked(self._free[0])
 
     def _new_locked(self, size: int) -> Block:

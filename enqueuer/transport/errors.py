@@ -154,8 +154,10 @@ def encode_error(error: BaseException) -> bytes:
     try:
         for pickler in _picklers():
             try:
-                data = _dump(pickler, error)
-                copy = _load(data)
+                file = io.BytesIO()
+                pickler(file, protocol=5).dump(error)
+                data = file.getvalue()
+                copy = pickle.loads(data)
                 if type(copy) is not type(error) or str(copy) != str(error):
                     raise ValueError("the error changes when it is pickled")
                 return pickle.dumps((data, message, text))
@@ -210,21 +212,11 @@ def with_decoded_error(message: Any) -> Any:
 def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.Event) -> None:
     """Append an error to a list, or the reason why not; keep nothing of it in this frame."""
     try:
-        loaded.append(_load(data))
+        loaded.append(pickle.loads(data))
     except BaseException as trouble:
         loaded.append(str_of(trouble, repr))
     finally:
         done.set()
-
-
-def _load(data: bytes) -> BaseException:
-    return pickle.loads(data)  # type: ignore[no-any-return]  # encode_error() has encoded one
-
-
-def _dump(pickler: Any, error: BaseException) -> bytes:
-    file = io.BytesIO()
-    pickler(file, protocol=5).dump(error)
-    return file.getvalue()
 
 
 class _PlainPickler(pickle.Pickler):
