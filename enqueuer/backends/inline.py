@@ -64,14 +64,12 @@ class InlineWorker(ThreadSender):
         self, plan: Plan, tickets: deque[Ticket], has_globals: bool, trace: TraceTarget | None
     ) -> None:
         inbox = ThreadInbox(UNBOUNDED, shards=len(plan.shards))
-        orders: WorkQueue[Epoch] = WorkQueue()
-        super().__init__(0, inbox, orders, WorkQueue(), measured=False)
+        super().__init__(0, inbox, WorkQueue(), WorkQueue(), measured=False)
         # No item waits, so that none is used again meanwhile.
         self._digests = None
         self.shards = plan.shards
         self._plan = plan
         self._offered = tickets
-        self._epochs = orders
         self._last_epoch = -1
         # The rest of the epoch; None between epochs.
         self._turns: Iterator[None] | None = None
@@ -91,7 +89,7 @@ class InlineWorker(ThreadSender):
         # An order comes twice if an exception ends the call that gives it.
         if epoch.number > self._last_epoch:
             self._last_epoch = epoch.number
-            self._epochs.put(epoch)
+            self.orders.put(epoch)
 
     def ask_to_exit(self) -> None:
         raise AssertionError("there is one worker in the loop's own thread")
@@ -113,7 +111,7 @@ class InlineWorker(ThreadSender):
         Raises:
             KeyboardInterrupt: The user has interrupted it.
         """
-        if not (self._turns or self._epochs or self._offered):
+        if not (self._turns or self.orders or self._offered):
             return False
         self.meter.resume()
         try:

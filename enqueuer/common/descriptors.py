@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from typing import Protocol
 
@@ -29,6 +30,14 @@ _not_for_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 def close_in_children(thing: Closable) -> None:
     """Close `thing` in every process that is forked from this one."""
     _not_for_children.add(thing)
+
+
+def own_sockets(pair: tuple[socket.socket, socket.socket]) -> tuple[socket.socket, socket.socket]:
+    """Return two sockets of this process alone, with which it waits for nothing."""
+    for end in pair:
+        end.setblocking(False)
+        close_in_children(end)
+    return pair
 
 
 def _close_inherited() -> None:

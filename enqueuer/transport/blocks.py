@@ -148,7 +148,7 @@ class BlockPool:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # The block that was used last is at the end.
         self._free: list[Block] = []
         self._busy: dict[int, Block] = {}
@@ -166,7 +166,23 @@ class BlockPool:
             BlockMemoryError: The system has no memory or no descriptor for it.
         """
         with self._lock:
-            return self._take_locked(size)
+            if self.user_blocks:
+                self._free_user_blocks_locked()
+            best = None
+            for block in self._free:
+                if size <= block.size <= max(4 * size, _PAGE) and (
+                    best is None or block.size <= best.size
+                ):
+                    best = block
+            if best is None:
+                best = self._new_locked(size)
+            else:
+                self._free.remove(best)
+            best.taken = time.monotonic()
+            self._busy[best.number] = best
+            while self._free and best.taken - self._free[0].taken > _IDLE_S:
+                self._drop_locked(self._free[0])
+            return best
 
     def make(self, shape: Sequence[SupportsIndex], dtype: np.dtype[Any]) -> np.ndarray:
         """Return an array that lies in a block of its own, for the generator to fill.
@@ -176,7 +192,7 @@ class BlockPool:
         """
         size = math.prod(map(int, shape)) * dtype.itemsize
         with self._lock:
-            block = self._take_locked(size)
+            block = self.take(size)
             root = np.frombuffer(block.memory, np.uint8)
             array: np.ndarray = np.ndarray(shape, dtype, root)
             self.user_blocks[block.number] = UserBlock(
@@ -219,24 +235,6 @@ class BlockPool:
                 block.close()
             self._free, self._busy, self.user_blocks = [], {}, {}
 
-    def _take_locked(self, size: int) -> Block:
-        if self.user_blocks:
-            self._free_user_blocks_locked()
-        best = None
-        for block in self._free:
-            if size <= block.size <= max(4 * size, _PAGE) and (
-                best is None or block.size <= best.size
-            ):
-                best = block
-        if best is None:
-            best = self._new_locked(size)
-        else:
-            self._free.remove(best)
-        best.taken = time.monotonic()
-        self._busy[best.number] = best
-        self._drop_idle_locked(best.taken)
-        return best
-
     def _free_user_blocks_locked(self) -> None:
         """Free the blocks to which neither the generator nor the consumer refers any more."""
         for number, user_block in list(self.user_blocks.items()):
@@ -251,10 +249,6 @@ class BlockPool:
         block.is_sent = False
         self._free.append(block)
         while len(self._free) > self._keep:
-            self._drop_locked(self._free[0])
-
-    def _drop_idle_locked(self, now: float) -> None:
-        while self._free and now - self._free[0].taken > _IDLE_S:
             self._drop_locked(self._free[0])
 
     def _new_locked(self, size: int) -> Block:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import functools
 import io
 import itertools
@@ -34,6 +35,7 @@ from tblib import pickling_support
 from enqueuer.common.text import str_of
 from enqueuer.errors import WorkerError
 from enqueuer.transport.culprit import name_of
+from enqueuer.workers.messages import Empty, End, Failure
 
 
 class Place(NamedTuple):
@@ -152,8 +154,10 @@ def encode_error(error: BaseException) -> bytes:
     try:
         for pickler in _picklers():
             try:
-                data = _dump(pickler, error)
-                copy = _load(data)
+                file = io.BytesIO()
+                pickler(file, protocol=5).dump(error)
+                data = file.getvalue()
+                copy = pickle.loads(data)
                 if type(copy) is not type(error) or str(copy) != str(error):
                     raise ValueError("the error changes when it is pickled")
                 return pickle.dumps((data, message, text))
@@ -189,24 +193,30 @@ def decode_error(data: bytes) -> BaseException:
     return WorkerError(f"{message} (it could not be rebuilt here: {error})", text)
 
 
+def with_encoded_error(message: End | Failure | Empty) -> End | Failure | Empty:
+    """Return a message as it can be pickled: a failure has its error as bytes."""
+    if not isinstance(message, Failure):
+        return message
+    error: Any = encode_error(message.error)
+    return dataclasses.replace(message, error=error)
+
+
+def with_decoded_error(message: Any) -> Any:
+    """Return a message as it was before `with_encoded_error`."""
+    if not isinstance(message, Failure):
+        return message
+    error: Any = message.error
+    return dataclasses.replace(message, error=decode_error(error))
+
+
 def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.Event) -> None:
     """Append an error to a list, or the reason why not; keep nothing of it in this frame."""
     try:
-        loaded.append(_load(data))
+        loaded.append(pickle.loads(data))
     except BaseException as trouble:
         loaded.append(str_of(trouble, repr))
     finally:
         done.set()
-
-
-def _load(data: bytes) -> BaseException:
-    return pickle.loads(data)  # type: ignore[no-any-return]  # encode_error() has encoded one
-
-
-def _dump(pickler: Any, error: BaseException) -> bytes:
-    file = io.BytesIO()
-    pickler(file, protocol=5).dump(error)
-    return file.getvalue()
 
 
 class _PlainPickler(pickle.Pickler):

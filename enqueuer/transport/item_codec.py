@@ -64,20 +64,17 @@ def copy_in_thread(target: Any, source: Any) -> None:
 
 
 def as_tensor(array: np.ndarray, dtype: str, order: Sequence[int]) -> Any:
-    """Return the tensor that `reduce_tensor` was given; it shares the array's memory.
-
-    A read-only array, such as Ray's object store has them, is copied: torch knows no tensor that
-    cannot be written to.
-    """
-    torch = importlib.import_module("torch")
-    if not array.flags.writeable:
-        array = array.copy()
-    tensor = torch.from_numpy(array).view(getattr(torch, dtype))
+    """Return the tensor that `reduce_tensor` was given; it shares the array's memory."""
+    tensor = from_array(array).view(getattr(sys.modules["torch"], dtype))
     return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
 def from_array(array: np.ndarray) -> Any:
-    """Return the tensor of an array, as `as_tensor` does for one of numpy's dtypes in C order."""
+    """Return the tensor of an array, which shares its memory.
+
+    A read-only array, such as Ray's object store has them, is copied: torch knows no tensor that
+    cannot be written to.
+    """
     torch = sys.modules.get("torch") or importlib.import_module("torch")
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 

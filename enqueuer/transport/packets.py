@@ -16,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from itertools import repeat, takewhile
+from itertools import repeat, starmap, takewhile
 from operator import itemgetter
 
 from enqueuer.common.catching import raised_here, suppressed
@@ -32,19 +32,25 @@ HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 _MOST_FDS = 4
 _ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_LENGTH = struct.Struct("<I")
+_HOW = MAX_PACKET, _ANCILLARY, _FLAGS
+# In a stream, before each packet: its length, and the number of descriptors that belong to it.
+_HEAD = struct.Struct("<IB")
 _has_data = itemgetter(0)
 
 
-def pair(kind: str = "auto") -> tuple[socket.socket, socket.socket]:
+def pair(
+    kind: int | None = None, otherwise: int = socket.SOCK_STREAM
+) -> tuple[socket.socket, socket.socket]:
     """Return two connected sockets.
 
     Args:
-        kind: Kind of the sockets: "seqpacket", "stream", or "auto" for the best that there is.
+        kind: Type of the sockets; None for whole packets, if there are sockets of that type.
+        otherwise: Type of the sockets if there are none.
     """
-    if kind == "seqpacket" or (kind == "auto" and HAS_SEQPACKET and not is_portable()):
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return socket.socketpair()
+    if kind is None:
+        has_packets = HAS_SEQPACKET and not is_portable()
+        kind = socket.SOCK_SEQPACKET if has_packets else otherwise
+    return socket.socketpair(socket.AF_UNIX, kind)
 
 
 class Packets:
@@ -61,6 +67,8 @@ class Packets:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.is_stream = sock.type == socket.SOCK_STREAM
+        # What comes until the end, without waiting; each is read when it is asked for.
+        self._coming = takewhile(_has_data, starmap(sock.recvmsg, repeat(_HOW)))
         self._raw: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
@@ -77,7 +85,7 @@ class Packets:
             OSError: The other end is gone (BrokenPipeError, ConnectionResetError).
         """
         # A stream needs the lengths, and does not keep descriptors with a byte.
-        packet = _LENGTH.pack(len(data)) + bytes([len(fds)]) + data if self.is_stream else data
+        packet = _HEAD.pack(len(data), len(fds)) + data if self.is_stream else data
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else ()
         try:
             sent = self._sock.sendmsg([packet], rights, 0 if wait else socket.MSG_DONTWAIT)
@@ -111,17 +119,7 @@ class Packets:
         while not self.ended:
             try:
                 # Nothing but C runs between the system call and the deque, see the file's head.
-                self._raw.extend(
-                    takewhile(
-                        _has_data,
-                        map(
-                            self._sock.recvmsg,
-                            repeat(MAX_PACKET),
-                            repeat(_ANCILLARY),
-                            repeat(_FLAGS),
-                        ),
-                    )
-                )
+                self._raw.extend(self._coming)
                 self.ended = True
             except BlockingIOError as error:
                 # This is the usual end, and so without the call of `raised_here`.
@@ -161,24 +159,20 @@ class Packets:
             return
         self._fds.extend(fds)
         self._bytes += data
-        self._cut()
-
-    def _cut(self) -> None:
-        """Cut a stream into packets."""
-        head = _LENGTH.size + 1
-        while len(self._bytes) >= head:
-            (length,) = _LENGTH.unpack_from(self._bytes)
-            if len(self._bytes) < head + length:
+        while len(self._bytes) >= _HEAD.size:
+            length, count = _HEAD.unpack_from(self._bytes)
+            end = _HEAD.size + length
+            if len(self._bytes) < end:
                 return
-            fds = [self._fds.popleft() for _ in range(min(self._bytes[head - 1], len(self._fds)))]
-            self.received.append((bytes(self._bytes[head : head + length]), fds))
-            del self._bytes[: head + length]
+            fds = [self._fds.popleft() for _ in range(min(count, len(self._fds)))]
+            self.received.append((bytes(self._bytes[_HEAD.size : end]), fds))
+            del self._bytes[:end]
 
 
 def take(sock: socket.socket) -> tuple[bytes, list[int]] | None:
     """Take a packet with its descriptors, if there is one, off the socket of several workers."""
     try:
-        data, ancillary, _, _ = sock.recvmsg(MAX_PACKET, _ANCILLARY, _FLAGS)
+        data, ancillary, _, _ = sock.recvmsg(*_HOW)
     except (BlockingIOError, ConnectionResetError):
         return None
     return (data, _descriptors_in(ancillary)) if data else None

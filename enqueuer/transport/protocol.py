@@ -1,12 +1,12 @@
 """The protocol of a channel, between one worker process and the consumer: frames and packets.
 
     worker (ItemSender)                                           consumer (ItemReceiver)
-      frames ITEM END FAILURE ...  ----- the ring ------------>  head(), items()
+      frames ITEM RUN MESSAGE ...  ----- the ring ------------>  head(), items()
       packets READY BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
       orders, wake-ups         <--- packets EPOCH TASK STOP WAKE
 
 Each direction has one writer, and no lock is shared, so a worker that is killed leaves no other
-process waiting. Only an END is an end.
+process waiting. Only an `End` is an end.
 
 A credit is the right to send one more item. The consumer's arithmetic for one worker: credits
 granted + items that wait <= its quota; and one more for the item that the consumer waits for,
@@ -25,20 +25,14 @@ class Kind(enum.IntEnum):
     """Kinds of frames, of packets from the worker, and of packets to it."""
 
     ITEM = 1
-    END = 2
-    FAILURE = 3
     # An item, in a pair with the state of its iterator after it.
-    STATED = 4
-    # A failure after which the worker goes on.
-    SKIPPED = 5
-    # A task without a result.
-    EMPTY = 6
-    # A failure that the generator has caught itself; REPORT comes before the error.
-    REPORTED = 7
+    STATED = 2
     # Many items, each a short pickle without its STOP; see `sender.py`.
-    RUN = 8
+    RUN = 3
     # An item of small arrays, behind their layout; see `small_arrays.py`.
-    ARRAYS = 9
+    ARRAYS = 4
+    # What is no item: an end, a failure, or a task without a result.
+    MESSAGE = 5
 
     READY = 10
     BLOCK = 11
@@ -63,8 +57,6 @@ SEGMENT = struct.Struct("=IQQ")
 # Kind of the packet, its number in the sequence.
 PACKET = struct.Struct("=BQ")
 NUMBER = struct.Struct("=Q")
-# Number of the report for its item, whether to log it.
-REPORT = struct.Struct("=Q?")
 
 # A larger pickle goes into a block, and other data into a file beside its packet.
 INLINE_BYTES = 16 * 1024

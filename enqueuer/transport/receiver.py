@@ -23,47 +23,14 @@ from enqueuer.common.catching import raised_here
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.transport import item_codec, small_arrays, task_queue
+from enqueuer.transport import ring as layout
 from enqueuer.transport.block_map import BlockMap
-from enqueuer.transport.errors import decode_error
+from enqueuer.transport.errors import with_decoded_error
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import (
-    ALIGNMENT,
-    FRAME,
-    NUMBER,
-    PACKET,
-    REPORT,
-    SEGMENT,
-    Credit,
-    Kind,
-)
-from enqueuer.transport.ring import (
-    ASKING,
-    AWAITED,
-    CONSUMER_ASLEEP,
-    EPOCH_AT,
-    LIMIT,
-    MOST_FRAME_BYTES,
-    ORDERS,
-    PACKETS,
-    READ,
-    RING_BYTES,
-    SENT,
-    TAKEN,
-    WANTED,
-    WORKER_ASLEEP,
-    WRITTEN,
-    Ring,
-)
-from enqueuer.workers.messages import (
-    Empty,
-    End,
-    Epoch,
-    Failure,
-    ItemTuple,
-    Reported,
-    Taken,
-)
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, NUMBER, PACKET, SEGMENT, Credit, Kind
+from enqueuer.transport.ring import MOST_FRAME_BYTES, RING_BYTES, Ring
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken
 
 
 class ReceiverControl:
@@ -99,7 +66,7 @@ class ReceiverControl:
     @property
     def has_packets(self) -> bool:
         """Whether there is something to `pump`."""
-        return bool(self._words[PACKETS] > self._sequence)
+        return bool(self._words[layout.PACKETS] > self._sequence)
 
     # --- what is sent ---
 
@@ -142,13 +109,13 @@ class ReceiverControl:
             awaited: What must come, as in the word AWAITED; 0: anything.
         """
         self._sleeps += 1
-        self._words[AWAITED] = awaited
-        self._words[CONSUMER_ASLEEP] = self._sleeps
+        self._words[layout.AWAITED] = awaited
+        self._words[layout.CONSUMER_ASLEEP] = self._sleeps
         self._fence()
 
     def disarm_wake_up(self) -> None:
         """Ask no more to be woken."""
-        self._words[CONSUMER_ASLEEP] = 0
+        self._words[layout.CONSUMER_ASLEEP] = 0
 
     def _send(self, kind: Kind, data: bytes = b"", head: bytes = b"", wait: bool = False) -> None:
         head = PACKET.pack(kind, self._orders + 1) + head
@@ -160,7 +127,7 @@ class ReceiverControl:
             # The worker is dead; the end of its channel shows that in its turn.
             return
         self._orders += 1
-        self._words[ORDERS] = self._orders
+        self._words[layout.ORDERS] = self._orders
 
     # --- what comes ---
 
@@ -211,7 +178,6 @@ class ReceiverControl:
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 
 
-_MESSAGES = frozenset({Kind.END, Kind.FAILURE, Kind.SKIPPED, Kind.REPORTED})
 _loads = pickle.loads
 _RUN, _STATED, _ARRAYS = int(Kind.RUN), int(Kind.STATED), int(Kind.ARRAYS)
 _ITEMS = frozenset(map(int, (Kind.ITEM, Kind.STATED, Kind.ARRAYS)))
@@ -282,24 +248,24 @@ class ItemReceiver:
         # Whether the ring was full when room was made on it last.
         self._was_full = False
         # With tickets the worker sends as it likes: these are the bound.
-        self._words[LIMIT] = _NO_LIMIT if room is None else credit.items
+        self._words[layout.LIMIT] = _NO_LIMIT if room is None else credit.items
 
     @property
     def sent(self) -> tuple[int, int]:
         """Number of items that the worker has sent, and their bytes: in blocks, in the ring."""
         words = self._words
-        return words[SENT], self.meter[BYTES] + words[WRITTEN]
+        return words[layout.SENT], self.meter[BYTES] + words[layout.WRITTEN]
 
     @property
     def waiting(self) -> int:
         """Number of items that wait in the ring."""
-        waiting: int = self._words[SENT] - self._given
+        waiting: int = self._words[layout.SENT] - self._given
         return waiting
 
     def waiting_of(self, epoch: int) -> int:
         """Return how many of these items are of an epoch, if others are of the next one."""
         # In this order: what comes in between is of the epoch that has begun.
-        waiting, (before, is_odd) = self.waiting, divmod(self._words[EPOCH_AT], 2)
+        waiting, (before, is_odd) = self.waiting, divmod(self._words[layout.EPOCH_AT], 2)
         return waiting if is_odd == epoch % 2 else max(0, before - self._given)
 
     @property
@@ -307,12 +273,12 @@ class ItemReceiver:
         """Whether anything waits in the ring."""
         values, first, _, _ = self._loaded
         is_loaded = self._given - first < len(values)
-        return is_loaded or bool(self._words[WRITTEN] != self.position)
+        return is_loaded or bool(self._words[layout.WRITTEN] != self.position)
 
     @property
     def is_asking(self) -> bool:
         """Whether the worker holds an item and has no credit to send it."""
-        return bool(self._words[ASKING] > self._words[SENT])
+        return bool(self._words[layout.ASKING] > self._words[layout.SENT])
 
     @property
     def load(self) -> int:
@@ -339,14 +305,14 @@ class ItemReceiver:
         words, room = self._words, self._room
         # The head of a run is still needed.
         free = self.position if self._run is None else self._run[0]
-        if room is not None and self._taken == self._given and words[READ] == free:
+        if room is not None and self._taken == self._given and words[layout.READ] == free:
             return
         # Kept until the worker is woken: an exception may strike when the room is made already.
-        if words[WRITTEN] - words[READ] > RING_BYTES - MOST_FRAME_BYTES:
+        if words[layout.WRITTEN] - words[layout.READ] > RING_BYTES - MOST_FRAME_BYTES:
             self._was_full = True
         self._taken = self._given
-        words[READ] = free
-        words[TAKEN] = self._given
+        words[layout.READ] = free
+        words[layout.TAKEN] = self._given
         released = self.blocks.released
         if released:
             self._ring.release(released)
@@ -356,7 +322,7 @@ class ItemReceiver:
         self._ring.fence()
         # It waits for room without credit.
         if self._was_full:
-            self.control.wake(words[WORKER_ASLEEP])
+            self.control.wake(words[layout.WORKER_ASLEEP])
         self._was_full = False
 
     def grant(self, room: int, wanted: bool = False) -> None:
@@ -370,15 +336,15 @@ class ItemReceiver:
         words, load = self._words, self.load
         credits = min(self._quota - load, room)
         if wanted:
-            words[WANTED] = self._given + 1
+            words[layout.WANTED] = self._given + 1
             credits = max(credits, 1 - load)
         if credits > 0:
             self._limit += credits
-            words[LIMIT] = self._limit
+            words[layout.LIMIT] = self._limit
         self._ring.fence()
-        asleep = words[WORKER_ASLEEP]
+        asleep = words[layout.WORKER_ASLEEP]
         if asleep and asleep != self.control.woken:
-            is_worth_it = self._limit - words[SENT] >= self._batch
+            is_worth_it = self._limit - words[layout.SENT] >= self._batch
             if wanted or is_worth_it or self._by_bytes:
                 self.control.wake(asleep)
 
@@ -408,7 +374,7 @@ class ItemReceiver:
         Raises:
             TransportError: It makes no sense.
         """
-        written = self._words[WRITTEN]
+        written = self._words[layout.WRITTEN]
         self._ring.order()
         if self._is_in_run(written):
             return True
@@ -443,7 +409,7 @@ class ItemReceiver:
         No exception loses an item or repeats one, if the caller keeps them in C, as `deque.extend`
         does. `taken` notes each item.
         """
-        written = self._words[WRITTEN]
+        written = self._words[layout.WRITTEN]
         self._ring.order()
         if not self._is_in_run(written):
             return self._of_frames(most, taken, written)
@@ -535,22 +501,14 @@ class ItemReceiver:
         Raises:
             TransportError: The frame makes no sense.
         """
-        if kind == Kind.EMPTY:
-            return Empty(number)
-        if kind not in _MESSAGES:
+        if kind != Kind.MESSAGE:
             raise TransportError(f"{self._name} sent a malformed frame")
-        is_skipped = kind in (Kind.SKIPPED, Kind.REPORTED)
         try:
             data, buffers = self._open(body, table)
         except BlockMemoryError as error:
-            return Failure(shard, number, error, skipped=is_skipped)
-        if kind == Kind.END:
-            return End(shard, item_codec.decode(data, buffers) if body else None, number)
-        if kind == Kind.REPORTED:
-            nth, log = REPORT.unpack_from(data)
-            caught = decode_error(bytes(data[REPORT.size :]))
-            return Reported(shard, number, caught, nth=nth, log=log)
-        return Failure(shard, number, decode_error(bytes(data)), skipped=is_skipped)
+            return Failure(shard, number, error)
+        message: End | Failure | Empty = with_decoded_error(item_codec.decode(data, buffers))
+        return message
 
     def _open(self, body: memoryview, table: int) -> tuple[memoryview, list[memoryview]]:
         """Return the pickle of a frame and the buffers beside it."""

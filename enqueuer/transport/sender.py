@@ -30,34 +30,17 @@ from typing import Any
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
+from enqueuer.transport import ring as layout
 from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter
-from enqueuer.transport.errors import encode_error
+from enqueuer.transport.errors import with_encoded_error
 from enqueuer.transport.item_codec import SCALARS, Buffer, Encoder, Pieces
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets, take
-from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, REPORT, Credit, Kind
-from enqueuer.transport.ring import (
-    ASKING,
-    AWAITED,
-    CONSUMER_ASLEEP,
-    EPOCH_AT,
-    IS_STRONG,
-    LIMIT,
-    ORDERS,
-    PACKETS,
-    READ,
-    RING_BYTES,
-    SENT,
-    TAKEN,
-    WANTED,
-    WORKER_ASLEEP,
-    WRITTEN,
-    Ring,
-    Spin,
-)
+from enqueuer.transport.protocol import ALIGNMENT, FRAME, INLINE_BYTES, PACKET, Credit, Kind
+from enqueuer.transport.ring import IS_STRONG, RING_BYTES, Ring, Spin
 from enqueuer.transport.small_arrays import Layouts
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Reported, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 
 # Records that are kept while the socket is full; more are counted and dropped.
 _MOST_RECORDS = 10_000
@@ -115,7 +98,7 @@ class SenderControl:
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-        if self._words[ORDERS] > self.orders:
+        if self._words[layout.ORDERS] > self.orders:
             self.read_orders()
         if self.closed:
             raise Closed("the consumer left")
@@ -123,7 +106,7 @@ class SenderControl:
     @property
     def has_orders(self) -> bool:
         """Whether packets have come that were not read."""
-        return bool(self._words[ORDERS] > self.orders)
+        return bool(self._words[layout.ORDERS] > self.orders)
 
     def try_flush(self) -> bool:
         """Send what was logged without waiting; return whether there is more."""
@@ -150,7 +133,7 @@ class SenderControl:
         self.meter.pause(phase)
         if enough is not None and self._spin.until(enough):
             self.meter.resume()
-            if self._words[ORDERS] > self.orders:
+            if self._words[layout.ORDERS] > self.orders:
                 self.read_orders()
             return
         mask = select.POLLIN | (select.POLLOUT if self.try_flush() else 0)
@@ -158,11 +141,11 @@ class SenderControl:
         if also is not None:
             self._readable.register(also, select.POLLIN)
         self._sleeps += 1
-        self._words[WORKER_ASLEEP] = self._sleeps
+        self._words[layout.WORKER_ASLEEP] = self._sleeps
         self._fence()
         if enough is None or not enough():
             self._readable.poll()
-        self._words[WORKER_ASLEEP] = 0
+        self._words[layout.WORKER_ASLEEP] = 0
         if also is not None:
             self._readable.unregister(also)
         self.meter.resume()
@@ -190,7 +173,7 @@ class SenderControl:
 
     def wake_consumer(self) -> None:
         """Wake the consumer if it sleeps; call it after a store for it, and a fence."""
-        asleep = self._words[CONSUMER_ASLEEP]
+        asleep = self._words[layout.CONSUMER_ASLEEP]
         if asleep and asleep != self._woken:
             self._woken = asleep
             if self.keeps_wakes:
@@ -209,13 +192,7 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        try:
-            with self._lock:
-                self._send_records_locked(wait=True)
-                self._send_locked(kind, body, fds, wait=True)
-        except OSError as error:
-            self.closed = True
-            raise Closed("the consumer left") from error
+        self.flush_records(packet=(kind, body, fds))
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -235,8 +212,14 @@ class SenderControl:
             finally:
                 self._lock.release()
 
-    def flush_records(self, wait: bool = True) -> None:
-        """Send what was logged; without `wait`, as much as there is room for.
+    def flush_records(
+        self, wait: bool = True, packet: tuple[int, bytes, Sequence[int]] | None = None
+    ) -> None:
+        """Send what was logged, and then a packet, if one is given.
+
+        Args:
+            wait: Whether to wait for room; without, as much is sent as there is room for.
+            packet: Kind, body and descriptors of the packet.
 
         Raises:
             Closed: The consumer left.
@@ -244,6 +227,8 @@ class SenderControl:
         try:
             with self._lock:
                 self._send_records_locked(wait)
+                if packet is not None:
+                    self._send_locked(*packet, wait)
         except OSError as error:
             self.closed = True
             raise Closed("the consumer left") from error
@@ -261,7 +246,7 @@ class SenderControl:
         if not self.packets.send_whole(head, data, fds, wait=wait):
             return False
         self._sequence += 1
-        self._words[PACKETS] = self._sequence
+        self._words[layout.PACKETS] = self._sequence
         return True
 
     def _send_records_locked(self, wait: bool) -> None:
@@ -291,25 +276,33 @@ MOST_IN_RUN = 256
 _HEAD = FRAME.size
 _pack_head = FRAME.pack_into
 _RUN = int(Kind.RUN)
+_SENT, _WRITTEN, _ASLEEP = layout.SENT, layout.WRITTEN, layout.CONSUMER_ASLEEP
 # A run is read as a whole, and its room is free when all of it was read.
 _RUN_BYTES = 4096
 
 
 class FrameWriter:
-    """Write the frames of one worker.
+    """Write the frames of one worker, when there is credit and room for them.
 
     Args:
         ring: Ring between the worker and the consumer.
         control: The worker's end of the socket.
+        credit: Credit that the worker begins with.
 
     Attributes:
         sent: Number of items that were written.
-        has_more: Whether the worker has further tasks of the packet that it took last.
+        limit: Items that may be sent, ever, without asking again; 0 with a bound on bytes.
+        tickets: Further tickets of the packet that the worker took last.
     """
 
-    def __init__(self, ring: Ring, control: SenderControl) -> None:
-        self.sent = 0
-        self.has_more = False
+    def __init__(self, ring: Ring, control: SenderControl, credit: Credit) -> None:
+        self.sent = self.limit = 0
+        self.tickets: deque[Ticket] = deque()
+        self._credit = credit
+        # Sizes of the items that were sent and are not known to be taken, and their sum; only
+        # with a bound on bytes.
+        self._waiting: deque[int] = deque()
+        self._bytes = 0
         self._words, self._fence = ring.words, ring.fence
         self._frames, self._sizes = ring.frames, ring.sizes
         self._control, self._records = control, control.records
@@ -325,6 +318,36 @@ class FrameWriter:
         # there is none, its shard and the number of its next item.
         self._run_begin = self._run_limit = 0
         self._run_shard = self._run_number = 0
+
+    def wait_for_credit(self, size: int) -> None:
+        """Return when one more item, of that size, may be sent."""
+        if self._credit.waiting_bytes is not None:
+            self._waiting.append(size)
+            self._bytes += size
+        while not self._has_credit():
+            if self._credit.ask:
+                self._words[layout.ASKING] = self.sent + 1
+                self._fence()
+                self._control.wake_consumer()
+            self._control.sleep(self._has_credit)
+            self._control.check()
+
+    def _has_credit(self) -> bool:
+        words, limit = self._words, self._words[layout.LIMIT]
+        if self.sent >= limit:
+            return False
+        if self._credit.waiting_bytes is None:
+            self.limit = limit
+            return True
+        # With the current item.
+        waiting = self.sent - words[layout.TAKEN] + 1
+        while len(self._waiting) > waiting:
+            self._bytes -= self._waiting.popleft()
+        return self._bytes <= self._credit.waiting_bytes or words[layout.WANTED] > self.sent
+
+    def close(self) -> None:
+        """Allow nothing any more; called in a forked copy of the worker, whose code may run on."""
+        self.limit, self._control.closed = 0, True
 
     def put(
         self, kind: int, shard: int, number: int, table: int, body: bytes, items: int = 0
@@ -375,11 +398,11 @@ class FrameWriter:
             return
         # As `_publish`, without its call and that of the fence.
         words = self._words
-        words[SENT] = sent
-        words[WRITTEN] = written
+        words[_SENT] = sent
+        words[_WRITTEN] = written
         self._take_lock(False)
         self._release_lock()
-        if words[CONSUMER_ASLEEP] != self._asleep:
+        if words[_ASLEEP] != self._asleep:
             self._wake_consumer(number)
 
     def _begin_run(self, shard: int, number: int, size: int) -> int:
@@ -418,7 +441,7 @@ class FrameWriter:
 
     def _wait_for_room(self, size: int) -> None:
         def is_room() -> bool:
-            self._read = self._words[READ]
+            self._read = self._words[layout.READ]
             return self._written + size - self._read <= RING_BYTES
 
         while not is_room():
@@ -432,20 +455,20 @@ class FrameWriter:
         words = self._words
         if not IS_STRONG:
             self._fence()
-        words[SENT] = self.sent
-        words[WRITTEN] = self._written
+        words[_SENT] = self.sent
+        words[_WRITTEN] = self._written
         self._fence()
-        if words[CONSUMER_ASLEEP] != self._asleep:
+        if words[_ASLEEP] != self._asleep:
             self._wake_consumer(number)
 
     def _wake_consumer(self, number: int) -> None:
         """Wake the consumer if it sleeps until this message, and remember which sleep that was."""
-        asleep, awaited = self._words[CONSUMER_ASLEEP], self._words[AWAITED]
+        asleep, awaited = self._words[layout.CONSUMER_ASLEEP], self._words[layout.AWAITED]
         if asleep and awaited and asleep != self._due:
             if awaited >> 1 != number + 1:
                 return
             self._due = asleep
-        if asleep and awaited & 1 and self.has_more:
+        if asleep and awaited & 1 and self.tickets:
             return
         self._asleep = asleep
         if asleep:
@@ -484,18 +507,14 @@ class ItemSender:
         self._encode = encoder.encode
         self.blocks = BlockWriter(ring, self._control.emit, encoder.arrays, keep=credit.items + 4)
         self._words, self._fence = ring.words, ring.fence
-        self._writer = FrameWriter(ring, self._control)
-        self._put, self._append = self._writer.put, self._writer.append
+        self._writer = FrameWriter(ring, self._control, credit)
         self._pack = Layouts().encode
-        self._allowance = _Allowance(ring.words, credit, self._control)
-        self._asks = credit.ask
-        # Tickets of the packet that was taken last.
-        self._tickets: deque[Ticket] = deque()
+        self._tickets = self._writer.tickets
         # Number of the epoch that it runs.
         self._epoch = -1
         # Items that the times of the meter stand for.
         self._timed = 0
-        close_in_children(self._allowance)
+        close_in_children(self._writer)
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         """Send an item, when there is credit for it.
@@ -507,9 +526,10 @@ class ItemSender:
             ItemNotPicklable: The item cannot be sent.
             BlockMemoryError: There is no memory to send it through.
         """
-        # An item that may have to wait, or has much to copy, is timed, and stands for all since
-        # the last one that was timed.
-        began = clock() if self._writer.sent >= self._allowance.limit else 0
+        # An item that may have to wait, or has much to copy, is timed, without its waits. One
+        # without blocks stands for all since the last one that was timed.
+        writer = self._writer
+        began = clock() if writer.sent >= writer.limit else 0
         kind, table = _ITEM, 0
         # Bytes, or pieces of a large pickle, which `_prepare` puts into a block.
         data: Any
@@ -522,8 +542,8 @@ class ItemSender:
             if len(data) <= MOST_IN_RUN:
                 kind = _RUN
         elif (packed := self._pack(value)) is not None:
-            layout, data = packed
-            kind, table, data = _ARRAYS, len(layout), layout + data
+            head, data = packed
+            kind, table, data = _ARRAYS, len(head), head + data
         else:
             data, buffers = self._encode(value)
         is_large = False
@@ -534,37 +554,24 @@ class ItemSender:
             if segments:
                 is_large, table, data = True, len(segments), segments + data
             began += self.meter.words[WAITING] - waited
-        elif self._words[ORDERS] > self._control.orders:
+        elif self._words[layout.ORDERS] > self._control.orders:
             self._control.check()
         if kind == _RUN:
-            self._append(shard, number, data)
+            writer.append(shard, number, data)
         else:
-            self._put(kind, shard, number, table, data, 1)
+            writer.put(kind, shard, number, table, data, 1)
         if began:
-            self._account(clock() - began, is_large)
+            alike = 1 if is_large else writer.sent - self._timed
+            self._timed = writer.sent
+            self.meter.words[SENDING] += (clock() - began) * alike
 
     def send(self, message: End | Failure | Empty) -> None:
         """Send what is no item; needs no credit. Raises as `send_item`."""
         self._control.check()
-        data: bytes | Pieces = b""
-        buffers: Sequence[Buffer] = ()
-        match message:
-            case Empty():
-                self._put(Kind.EMPTY, 0, message.number, 0, b"")
-                return
-            case End():
-                kind = Kind.END
-                if message.state is not None:
-                    data, buffers = self._encode(message.state)
-            case Reported():
-                kind = Kind.REPORTED
-                data = REPORT.pack(message.nth, message.log) + encode_error(message.error)
-            case _:
-                kind = Kind.SKIPPED if message.skipped else Kind.FAILURE
-                data = encode_error(message.error)
-        data, segments = self.blocks.lay_out(data, buffers)
+        shard = 0 if isinstance(message, Empty) else message.shard
+        data, segments = self.blocks.lay_out(*self._encode(with_encoded_error(message)))
         table = self.blocks.announce(segments)
-        self._put(kind, message.shard, message.number, len(table), table + data)
+        self._writer.put(Kind.MESSAGE, shard, message.number, len(table), table + data)
 
     def next_epoch(self) -> Epoch | None:
         """Wait for the next epoch; None when there will be none."""
@@ -579,7 +586,7 @@ class ItemSender:
         # An order may come twice.
         if epoch.number > self._epoch:
             self._epoch = epoch.number
-            self._words[EPOCH_AT] = 2 * self._writer.sent + epoch.number % 2
+            self._words[layout.EPOCH_AT] = 2 * self._writer.sent + epoch.number % 2
         return epoch
 
     def next_ticket(self) -> Ticket | None:
@@ -587,19 +594,17 @@ class ItemSender:
         control, task_socket = self._control, self.task_socket
         assert task_socket is not None
         while True:
-            if self._words[ORDERS] > control.orders:
+            if self._words[layout.ORDERS] > control.orders:
                 control.read_orders()
             if control.closed:
                 return None
             if self._tickets:
-                ticket = self._tickets.popleft()
-                self._writer.has_more = bool(self._tickets)
-                return ticket
+                return self._tickets.popleft()
             found = control.tasks.popleft() if control.tasks else take(task_socket)
             if found is None:
                 control.sleep(also=task_socket.fileno())
                 # So that the next result is timed.
-                self._allowance.limit = 0
+                self._writer.limit = 0
                 continue
             token, number = task_queue.HEAD.unpack_from(found[0])
             self.claims[0] = token + 1
@@ -623,78 +628,11 @@ class ItemSender:
             The pickle, if it is small, and the table of the parts in blocks.
         """
         self._control.check()
-        if not buffers and isinstance(data, bytes) and len(data) <= INLINE_BYTES:
-            self._allowance.add(len(data))
-            self._wait_for_credit()
+        size = len(data) + sum(buffer.nbytes for buffer in buffers)
+        if isinstance(data, bytes) and not buffers and size <= INLINE_BYTES:
+            self._writer.wait_for_credit(size)
             return data, b""
-        size = len(data)
-        for buffer in buffers:
-            size += buffer.nbytes
         data, segments = self.blocks.lay_out(data, buffers)
         self.meter.words[BYTES] += size
-        self._allowance.add(size)
-        self._wait_for_credit()
+        self._writer.wait_for_credit(size)
         return data, self.blocks.announce(segments)
-
-    def _account(self, took: int, is_large: bool) -> None:
-        """Add the time of an item, and of those before it that are like it, to the meter.
-
-        Args:
-            took: Nanoseconds that sending took, without waiting.
-            is_large: Whether parts of it went into blocks; others are like those before it.
-        """
-        alike = 1 if is_large else self._writer.sent - self._timed
-        self._timed = self._writer.sent
-        self.meter.words[SENDING] += took * alike
-
-    def _wait_for_credit(self) -> None:
-        """Return when the current item may be sent."""
-        control = self._control
-        while not self._allowance.covers(self._writer.sent):
-            if self._asks:
-                self._words[ASKING] = self._writer.sent + 1
-                self._fence()
-                control.wake_consumer()
-            control.sleep(lambda: self._allowance.covers(self._writer.sent))
-            control.check()
-
-
-class _Allowance:
-    """What the worker may send: its credits, and with a bound on bytes the sizes that wait.
-
-    Attributes:
-        limit: Items that may be sent, ever, without asking again; 0 with a bound on bytes.
-    """
-
-    def __init__(self, words: memoryview[int], credit: Credit, control: SenderControl) -> None:
-        self.limit = 0
-        self._words = words
-        self._control = control
-        self._most_bytes = credit.waiting_bytes
-        # Sizes of the items that were sent and are not known to be taken, and their sum.
-        self._sizes: deque[int] = deque()
-        self._bytes = 0
-
-    def add(self, size: int) -> None:
-        """Count the size of an item that is about to be sent."""
-        if self._most_bytes is not None:
-            self._sizes.append(size)
-            self._bytes += size
-
-    def covers(self, sent: int) -> bool:
-        """Return whether one more item than `sent` may be sent."""
-        words, limit = self._words, self._words[LIMIT]
-        if sent >= limit:
-            return False
-        if self._most_bytes is None:
-            self.limit = limit
-            return True
-        # With the current item.
-        waiting = sent - words[TAKEN] + 1
-        while len(self._sizes) > waiting:
-            self._bytes -= self._sizes.popleft()
-        return self._bytes <= self._most_bytes or words[WANTED] > sent
-
-    def close(self) -> None:
-        """Allow nothing any more; called in a forked copy of the worker, whose code may run on."""
-        self.limit, self._control.closed = 0, True

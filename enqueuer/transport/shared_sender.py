@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from enqueuer.common.descriptors import close_in_children
+from enqueuer.common.descriptors import own_sockets
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
 from enqueuer.transport.packets import take
@@ -52,11 +52,8 @@ class SharedSender:
         self._lock = threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = own_sockets(socket.socketpair())
         self._poller = select.poll()
-        for end in (self._wake, self._woken):
-            end.setblocking(False)
-            close_in_children(end)
         for one in (sender.control.packets, sender.task_socket, self._woken):
             self._poller.register(one, select.POLLIN)
 

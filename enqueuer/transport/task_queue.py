@@ -15,11 +15,11 @@ import socket
 import struct
 
 from enqueuer.common.catching import raised_here
-from enqueuer.common.descriptors import close_in_children, is_portable
+from enqueuer.common.descriptors import own_sockets
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
 from enqueuer.transport.memory import read_whole
-from enqueuer.transport.packets import HAS_SEQPACKET, Packets
+from enqueuer.transport.packets import Packets, pair
 from enqueuer.workers.messages import Ticket
 
 # Token, number of the task.
@@ -30,12 +30,7 @@ class TaskQueue:
     """The consumer's side of the task queue."""
 
     def __init__(self) -> None:
-        packets = HAS_SEQPACKET and not is_portable()
-        kind = socket.SOCK_SEQPACKET if packets else socket.SOCK_DGRAM
-        ours, self._theirs = socket.socketpair(socket.AF_UNIX, kind)
-        for end in (ours, self._theirs):
-            end.setblocking(False)
-            close_in_children(end)
+        ours, self._theirs = own_sockets(pair(otherwise=socket.SOCK_DGRAM))
         self._packets = Packets(ours)
 
     def worker_socket(self) -> socket.socket:
@@ -72,13 +67,12 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
-    data = b""
     try:
         data = pickle.dumps(ticket, protocol=5)
+        if are_forked or b"__main__" not in data:
+            return data
     except raised_here(Exception):
         pass
-    if data and (are_forked or b"__main__" not in data):
-        return data
     # As in `item_codec`.
     import cloudpickle
 

@@ -55,7 +55,7 @@ def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
 
 def waits_for_room(worker):
     """Return whether a worker thread waits; how many items the loop has taken is chance."""
-    return worker.sender.meter.words[PHASE] == WAITING
+    return worker.meter.words[PHASE] == WAITING
 
 
 def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatch):

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 from collections import deque
@@ -108,7 +109,7 @@ class Channel:
         self.worker.close()
 
 
-@pytest.fixture(params=["seqpacket", "stream"])
+@pytest.fixture(params=[socket.SOCK_SEQPACKET, socket.SOCK_STREAM], ids=["seqpacket", "stream"])
 def open_channel(request):
     channels = []
 

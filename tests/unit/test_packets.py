@@ -11,7 +11,7 @@ from enqueuer.common.descriptors import close_in_children
 from enqueuer.transport.packets import Packets, pair
 
 
-@pytest.fixture(params=["seqpacket", "stream"])
+@pytest.fixture(params=[socket.SOCK_SEQPACKET, socket.SOCK_STREAM], ids=["seqpacket", "stream"])
 def ends(request):
     one, other = pair(request.param)
     yield Packets(one), Packets(other)
@@ -89,7 +89,7 @@ def read_until(packets, received, last):
 
 
 def test_a_stream_cut_anywhere_gives_only_whole_packets():
-    one, other = pair("stream")
+    one, other = pair(socket.SOCK_STREAM)
     sender, packets = Packets(one), []
     for text in (b"first", b"second", b""):
         sender.send(text)

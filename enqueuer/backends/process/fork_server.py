@@ -319,7 +319,7 @@ class Server:
         if self._owner == os.getpid() and self.popen is not None and self.popen.poll() is None:
             return
         self._leave_locked()
-        ours, its = pair("seqpacket")
+        ours, its = pair(socket.SOCK_SEQPACKET)
         with its:
             close_in_children(ours)
             text = program("serve", its.fileno(), _modules_to_preload())

@@ -32,7 +32,7 @@ from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
 from enqueuer.backends.stall import warn
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here, suppressed
-from enqueuer.common.descriptors import close_in_children
+from enqueuer.common.descriptors import own_sockets
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
@@ -89,10 +89,8 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 queue = self.dispatch.open()
                 resources.callback(self.dispatch.close)
             self._starter.open(resources, queue)
-            self._wake, self._woken = socket.socketpair()
+            self._wake, self._woken = own_sockets(socket.socketpair())
             for end in (self._wake, self._woken):
-                end.setblocking(False)
-                close_in_children(end)
                 resources.callback(end.close)
             self._poller.register(self._woken, select.POLLIN)
             if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:

@@ -26,7 +26,7 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import WorkQueue
 from enqueuer.errors import Closed, ItemNotLoadable
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
-from enqueuer.transport.errors import decode_error, encode_error
+from enqueuer.transport.errors import with_decoded_error, with_encoded_error
 from enqueuer.transport.item_codec import Encoder, decode
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
 from enqueuer.workers.task_loop import ElementThreads, LockedSender
@@ -35,8 +35,6 @@ from enqueuer.workers.task_loop import ElementThreads, LockedSender
 _SLOW_NS = 2_000_000
 # Bytes; copying a smaller item once more costs less than a packet of its own.
 _SMALL_BYTES = 1 << 20
-# Stands for the error of a failure, which is pickled beside it.
-_NO_ERROR = Exception()
 
 
 class TotalCredit(NamedTuple):
@@ -71,10 +69,10 @@ class ItemFrame(NamedTuple):
 
 
 class MessageFrame(NamedTuple):
-    """A frame with an end or a failure, whose error is pickled beside it."""
+    """A frame with an end, a failure or an empty result: its pickle, and the buffers beside it."""
 
-    message: End | Failure | Empty
-    error: bytes | None
+    data: bytes
+    buffers: tuple[Any, ...]
 
 
 class NeedsCredit(NamedTuple):
@@ -177,13 +175,11 @@ class Outbox:
         return fits and self.sent < credit.items
 
     def send(self, message: End | Failure | Empty) -> None:
-        error = None
-        if isinstance(message, Failure):
-            error = encode_error(message.error)
-            message = replace(message, error=_NO_ERROR)
+        pickled, views = self._encoder.encode(with_encoded_error(message))
+        frame = MessageFrame(bytes(pickled), tuple(map(_copy, views)))
         with self._lock:
             self.check()
-            self._put_locked(MessageFrame(message, error))
+            self._put_locked(frame)
 
     def check(self) -> None:
         if self._closed:
@@ -379,11 +375,8 @@ def unpack(frame: Frame, worker: str, writable: bool) -> tuple[Message | None, i
         return _item_of(frame, worker, writable), size
     if not isinstance(frame, MessageFrame):
         return None, 0
-    message = frame.message
-    if isinstance(message, Failure):
-        assert frame.error is not None
-        message = replace(message, error=decode_error(frame.error), worker=worker)
-    return message, 0
+    message: Message = with_decoded_error(decode(frame.data, map(memoryview, frame.buffers)))
+    return replace(message, worker=worker) if isinstance(message, Failure) else message, 0
 
 
 def _item_of(frame: ItemFrame, worker: str, writable: bool) -> Item | Failure:

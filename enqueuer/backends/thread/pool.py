@@ -36,44 +36,45 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
-from enqueuer.workers.messages import Epoch, Ticket
+from enqueuer.workers.messages import Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import run_worker
 
 
-class ThreadWorker:
-    """See `enqueuer.backends.pool.Worker`."""
+class ThreadWorker(ThreadSender):
+    """See `enqueuer.backends.pool.Worker`; it is its own Channel.
+
+    Args:
+        index: Index of the worker.
+        shards: Indices of its shards.
+        inbox: Inbox to which it sends its messages.
+        tickets: Queue from which it takes tickets, if it does tasks.
+        measured: Whether items count by their bytes.
+    """
 
     def __init__(
         self,
+        index: int,
         shards: tuple[int, ...],
         inbox: ThreadInbox,
-        sender: ThreadSender,
-        orders: WorkQueue[Epoch],
         tickets: WorkQueue[Ticket],
+        measured: bool,
     ) -> None:
-        self.index = sender.index
+        super().__init__(index, inbox, WorkQueue(), tickets, measured)
         self.shards = shards
-        self.inbox = inbox
-        self.sender = sender
-        self.orders, self.begin = orders, orders.put
+        self.begin = self.orders.put
         self.thread: threading.Thread | None = None
-        self._tickets = tickets
 
     @property
     def is_leaving(self) -> bool:
-        return self.sender.state is WorkerState.ENDED
-
-    @property
-    def state(self) -> WorkerState:
-        return self.sender.state
+        return self.state is WorkerState.ENDED
 
     @property
     def threads(self) -> list[threading.Thread]:
         """The threads of the worker: those that run elements, that of coroutines, then its own."""
-        elements = self.sender.threads
+        elements = self.elements
         loop = loop_of(self._ident) if elements is None else elements.loop
         threads = [None if loop is None else loop.thread, self.thread]
         if elements is not None:
@@ -90,22 +91,19 @@ class ThreadWorker:
 
     def measure(self, began: int) -> WorkerStats:
         """Return what it has done since a time."""
-        sender, used = self.sender, usage.of_threads(self.threads)
-        return worker_stats(self, sender.meter.words, sender.sent, used, began)
+        used = usage.of_threads(self.threads)
+        return worker_stats(self, self.meter.words, self.sent, used, began)
 
     def ask_to_exit(self) -> None:
         # This worker or another one takes it.
         self._tickets.put_all((EXIT,))
 
     def death(self) -> Death:
-        error = self.sender.error
+        error = self.error
         assert error is not None
         how = f"ended by {type(error).__name__} outside the generator"
         message = f"{self} {how}; what it had sent was delivered. The cause has the traceback."
         return Death(how, message, error=error)
-
-    def __str__(self) -> str:
-        return str(self.sender)
 
 
 class ThreadDispatch(Dispatch[ThreadWorker]):
@@ -155,12 +153,10 @@ class ThreadPool(WorkerPool[ThreadWorker]):
         # The plans of tasks are all alike.
         plan = self._plans[index % len(self._plans)]
         inbox = self._inboxes[index % len(self._inboxes)]
-        orders: WorkQueue[Epoch] = WorkQueue()
-        sender = ThreadSender(index, inbox, orders, self._tickets, self._measured)
-        worker = ThreadWorker(plan.shards, inbox, sender, orders, self._tickets)
+        worker = ThreadWorker(index, plan.shards, inbox, self._tickets, self._measured)
         worker.thread = WorkerThread(
             target=_run,
-            args=(plan, sender, self._trace),
+            args=(plan, worker, self._trace),
             name=f"enqueuer-worker-{index}",
             daemon=True,
         )
@@ -224,12 +220,12 @@ class ThreadPool(WorkerPool[ThreadWorker]):
                     )
 
 
-def _run(plan: Plan, sender: ThreadSender, trace: TraceTarget | None) -> None:
+def _run(plan: Plan, worker: ThreadWorker, trace: TraceTarget | None) -> None:
     """Run the loop of a worker; the training loop would wait forever for one that failed."""
     try:
-        run_worker(plan, sender, sender.index, trace)
+        run_worker(plan, worker, worker.index, trace)
     except BaseException as error:
-        sender.fail(error)
+        worker.fail(error)
 
 
 def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:

@@ -1,19 +1,17 @@
 """A worker thread's end of its inbox: it sends items, and takes epochs or tickets from a queue.
 
-    WorkQueue: put_all() -> [ item, item, ... ] -> get()
-                         -> a token, if there is none -> a thread that waits, which passes it on
+    WorkQueue: put_all() -> [ item, item, ... ] -> get(), of any thread
 
 The loop gets the yielded object itself, so this also notices generators that reuse one array.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import queue
 from collections import deque
 from collections.abc import Iterable
-from itertools import chain, starmap
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -40,9 +38,6 @@ from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 T = TypeVar("T")
 
-# The arguments of one call that has none.
-_ONCE = ((),)
-
 
 class WorkQueue(Generic[T]):
     """An unbounded queue whose end is seen by all threads that wait. Any thread may call anything.
@@ -59,29 +54,18 @@ class WorkQueue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # Both are written in C, so the garbage collector may close a forgotten queue inside its
-        # own put().
-        self._items: deque[T | None] = deque()
-        # While a thread waits and there is an item, a token is here, or a thread that has just
-        # taken it passes it on.
-        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        # Written in C, so the garbage collector may close a forgotten queue inside its own put().
+        self._items: SimpleQueue[T | None] = SimpleQueue()
+        self.put, self._take = self._items.put, self._items.get_nowait
         self._is_closed = False
 
     def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, item: T | None) -> None:
-        """Append an item."""
-        self._items.append(item)
-        # Behind the item: a thread that takes the token later sees it.
-        if self._tokens.empty():
-            self._tokens.put(True)
+        return self._items.qsize()
 
     def put_all(self, items: Iterable[T | None]) -> None:
         """Append several items."""
-        # In one step, or a thread might be left asleep.
-        is_empty = filter(None, starmap(self._tokens.empty, _ONCE))
-        deque(chain(map(self._items.extend, (items,)), map(self._tokens.put, is_empty)), maxlen=0)
+        # In one step: an exception appends all of them or none.
+        deque(map(self._items.put, items), maxlen=0)
 
     def get(self, meter: Meter, phase: int) -> T | None:
         """Take the oldest item; wait while there is none.
@@ -94,10 +78,10 @@ class WorkQueue(Generic[T]):
             The item; None if the queue is closed.
         """
         try:
-            item = self._items.popleft()
-        except IndexError:
+            item = self._take()
+        except queue.Empty:
             meter.pause(phase)
-            item = self._wait()
+            item = self._items.get()
             meter.resume()
         if self._is_closed:
             # This wakes the next thread.
@@ -105,20 +89,10 @@ class WorkQueue(Generic[T]):
             return None
         return item
 
-    def _wait(self) -> T | None:
-        while True:
-            self._tokens.get()
-            # Another thread may have taken the item meanwhile.
-            with contextlib.suppress(IndexError):
-                item = self._items.popleft()
-                if self._items:
-                    self.put_all(())
-                return item
-
     def close(self) -> None:
         """End all waits; what is in the queue is not done."""
         self._is_closed = True
-        self.put_all((None,))
+        self.put(None)
 
 
 # First items of a worker, each of which is weighed and checked for reuse.
@@ -154,14 +128,14 @@ class ThreadSender:
         # The exception that ended the loop of the worker.
         self.error: BaseException | None = None
         self.inbox = inbox
-        self._orders = orders
+        self.orders = orders
         self._tickets = tickets
         self._measured = measured
         self.meter = Meter()
         # Where waits for orders and tickets are noted.
         self._waits = self.meter
         # The threads that run elements, if there are several.
-        self.threads: ElementThreads | None = None
+        self.elements: ElementThreads | None = None
         # Items until the next one is weighed, without those of the bunch that is open; negative
         # after a bunch that was longer.
         self._left: tuple[int, Bunch | None] = 1, None
@@ -275,20 +249,22 @@ class ThreadSender:
     def share(self, threads: ElementThreads) -> Sender:
         # The worker waits only when its threads do.
         self._waits = Meter()
-        self.threads = threads
+        self.elements = threads
         threads.on_error = self.fail
         return LockedSender(self)
 
     def next_epoch(self) -> Epoch | None:
-        self._begin()
-        epoch = self._orders.get(self._waits, IDLE)
+        if not self.meter.words[BEGAN]:
+            self._begin()
+        epoch = self.orders.get(self._waits, IDLE)
         if epoch is not None:
             self.inbox.begin_epoch(epoch.number)
             self._forget_digests()
         return epoch
 
     def next_ticket(self) -> Ticket | None:
-        self._begin()
+        if not self.meter.words[BEGAN]:
+            self._begin()
         ticket = self._tickets.get(self._waits, WAITING)
         if ticket is EXIT:
             self.state = WorkerState.ENDED
@@ -296,10 +272,9 @@ class ThreadSender:
         return ticket
 
     def _begin(self) -> None:
-        if not self.meter.words[BEGAN]:
-            self.meter.begin()
-            # Threads for elements wait since they were started, which took part of the start.
-            self.meter.words[SINCE] = self.meter.words[BEGAN]
+        self.meter.begin()
+        # Threads for elements wait since they were started, which took part of the start.
+        self.meter.words[SINCE] = self.meter.words[BEGAN]
 
     def __str__(self) -> str:
         return f"worker {self.index} (thread)"
