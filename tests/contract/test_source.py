@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -434,6 +435,26 @@ def test_a_ctypes_value_that_is_not_shared_is_copied(method, shared_memory):
     with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
         assert list(enqueuer) == [6]
     assert plain.value == 5
+
+
+def test_what_a_source_makes_for_its_pickle_is_dropped_at_the_start(method):
+    made = []
+
+    class Rows:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return [1.0] * 50_000
+
+        def __reduce__(self):
+            rows = np.ones((3, 50_000))
+            made.append(weakref.ref(rows))
+            return list, (rows,)
+
+    with OrderedEnqueuer(Rows(), sum, backend=Processes(start_method=method)) as enqueuer:
+        assert all(rows() is None for rows in made)
+        assert list(enqueuer) == [50_000.0] * 3
 
 
 def test_the_culprit_beside_a_shared_object_is_named(shared_memory):

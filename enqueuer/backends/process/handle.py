@@ -441,6 +441,8 @@ class Starter:
             head = pickle.dumps((self._config, shared.tracker(), pickled), protocol=5)
             self._shared = shared.descriptors
             self._payload = Descriptor(write_payload(head, shared.buffers))
+            # The source may have made them for its pickle.
+            shared.buffers.clear()
             resources.callback(self._payload.close)
 
     @functools.cached_property
