@@ -1,5 +1,6 @@
 """The outbox of a Ray actor, without Ray: a thread takes its packets as the stream does."""
 
+import sys
 import threading
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from helpers import LIMIT
 
 from enqueuer.backends.ray.channel import Ended, ItemFrame, Outbox, TotalCredit
+from enqueuer.errors import Closed
 from enqueuer.transport.item_codec import decode
 
 
@@ -68,3 +70,40 @@ def test_closing_frees_a_worker_that_waits_for_a_copy():
     outbox.close()
     worker.join(LIMIT)
     assert not worker.is_alive()
+
+
+def test_a_worker_without_further_tickets_sees_that_the_consumer_left():
+    """Otherwise it would wait for the coroutines that run, instead of cancelling them."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            assert sees_that_the_consumer_left(Outbox(TotalCredit(1, None, 0), asks=False))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def sees_that_the_consumer_left(outbox):
+    seen, ended = [], threading.Event()
+
+    def work():
+        assert outbox.next_ticket() is None
+        try:
+            outbox.check()
+        except Closed as error:
+            seen.append(error)
+        ended.set()
+
+    def log():
+        # So `close()` has to wait for the lock.
+        while not ended.is_set():
+            outbox.send_frame(Ended())
+
+    threads = [threading.Thread(target=target) for target in (log, work)]
+    for thread in threads:
+        thread.start()
+    outbox.close()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return bool(seen)

@@ -248,11 +248,12 @@ class Outbox:
 
         Its remaining frames come before the last packet.
         """
-        self._orders.close()
-        self._tickets.close()
+        # First, as a worker that gets no more orders asks if the consumer left.
         with self._lock:
             self._closed = True
             self._called.notify_all()
+        self._orders.close()
+        self._tickets.close()
 
 
 def _contiguous(view: Any) -> Any:
