@@ -171,9 +171,9 @@ def what_is_read(monkeypatch):
     read = []
     take = RowReader.take
 
-    def noted(self, at, *args):
-        read.append((at.first, at.first + at.stop - at.start))
-        return take(self, at, *args)
+    def noted(self, at, low, high, *args):
+        read.append((low, high))
+        return take(self, at, low, high, *args)
 
     monkeypatch.setattr(RowReader, "take", noted)
     return read
