@@ -413,6 +413,8 @@ def test_rows_and_slices_are_read(path):
     for index in ([0, 1], "row", 1.0, None, np.array([0, 1])):
         with pytest.raises(TypeError, match="by a number or a slice, got"):
             source[index]
+    with pytest.raises(TypeError, match="slice indices must be integers"):
+        source[1.5:2]
     source.close()
 
 

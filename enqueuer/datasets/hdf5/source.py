@@ -243,6 +243,8 @@ class HDF5Source(Generic[Batch]):
                 f"row {index} of {self._path} is out of range: it has {len(self)}"
             ) from None
         except TypeError:
+            if isinstance(index, slice):
+                raise
             raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
         if isinstance(found, int):
             columns = self._own_reader().read([(found, found + 1)])
