@@ -260,7 +260,7 @@ def _add_inspect(commands: Commands) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     """Show the content of an HDF5 file, and whether it is complete.
 
-    That is: keys, shapes, dtypes, chunks, sizes, statistics.
+    The command shows keys, shapes, dtypes, chunks, sizes and statistics.
 
     Examples:
       enqueuer inspect train.h5

@@ -87,13 +87,13 @@ class ArraySource(EpochBatches[Any]):
             raise ValueError("there are no arrays")
         if len(counts) > 1:
             raise ValueError(f"the arrays must have equally many rows, got {sorted(counts)}")
-        (self._length,) = counts
+        (self._count,) = counts
         others = {"drop_last": bool(drop_last)}
-        super().__init__("rows", self._length, batch_size, shuffle, drop_last, others)
+        super().__init__("rows", self._count, batch_size, shuffle, drop_last, others)
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._length
+        return self._count
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a copy of a row, or of the rows of a slice.
@@ -103,13 +103,13 @@ class ArraySource(EpochBatches[Any]):
         """
         if not isinstance(index, slice):
             row = operator.index(index)
-            if not -self._length <= row < self._length:
-                raise IndexError(f"row {row} is out of range: there are {self._length}")
+            if not -self._count <= row < self._count:
+                raise IndexError(f"row {row} is out of range: there are {self._count}")
             index = row
         return tree_map(lambda array: np.array(array[index]), self._opened())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_arrays": None}
+        return {**self.__dict__, "_arrays": None}
 
     def _opened(self) -> Any:
         """Return the arrays, which this process maps when it needs them first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -78,6 +79,35 @@ class ShardBatches(Iterator[Any]):
         self._batches = self._begin(self._next)
 
 
+@dataclass
+class _Order:
+    """The order of each epoch.
+
+    `pack` compares plain attributes of a source from run to run. This one is not plain: its values
+    are in the identity, and the order that is kept is another in each epoch.
+    """
+
+    noun: str
+    count: int
+    size: int
+    shuffle: bool
+    drop_last: bool
+    kept: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept": None}
+
+    def of(self, shard: Shard) -> range | np.ndarray:
+        if not self.shuffle:
+            return range(self.count)
+        epoch = shard.random_seed, shard.epoch
+        # The shards of a worker share the order of an epoch.
+        kept = self.kept
+        if kept is None or kept[0] != epoch:
+            kept = self.kept = epoch, permutation(self.count, *epoch)
+        return kept[1]
+
+
 class EpochBatches(ABC, Generic[Batch]):
     """A source that orders an epoch and cuts it into batches, which the shards get in turn.
 
@@ -102,18 +132,14 @@ class EpochBatches(ABC, Generic[Batch]):
         drop_last: bool,
         others: Mapping[str, bool] | None = None,
     ) -> None:
-        self._size = checks.positive("batch_size", batch_size)
+        size = checks.positive("batch_size", batch_size)
         if drop_last and count < batch_size:
             raise ValueError(
                 f"{count} {noun} do not fill a batch of {batch_size}, and drop_last is True"
             )
-        self._noun = noun
-        self._count = count
-        self._shuffle = bool(shuffle)
-        self._drop_last = bool(drop_last)
-        self._kept: tuple[tuple[int, int], np.ndarray] | None = None
+        self._order = _Order(noun, count, size, bool(shuffle), bool(drop_last))
         # Values on which a position depends.
-        self._identity = {noun: count, "batch_size": self._size, "shuffle": self._shuffle}
+        self._identity = {noun: count, "batch_size": size, "shuffle": bool(shuffle)}
         self._identity.update(others or {})
 
     def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
@@ -122,8 +148,9 @@ class EpochBatches(ABC, Generic[Batch]):
         Raises:
             ValueError: There are fewer batches than shards, and `drop_last` is True.
         """
-        steps = steps_in(self._count, self._size, self._drop_last)
-        if self._drop_last:
+        order, size = self._order, self._order.size
+        steps = steps_in(order.count, size, order.drop_last)
+        if order.drop_last:
             if steps < shard.count:
                 raise ValueError(
                     f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
@@ -132,31 +159,19 @@ class EpochBatches(ABC, Generic[Batch]):
             steps -= steps % shard.count
 
         def begin(at: int) -> Generator[Batch]:
-            order = self._order_of(shard)
+            indices = order.of(shard)
             for step in range(shard.index, steps, shard.count)[at:]:
-                yield self._batch(order[step * self._size : (step + 1) * self._size], shard)
+                yield self._batch(indices[step * size : (step + 1) * size], shard)
 
         return ShardBatches(begin, self._identity, first=first_item)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
-
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._count} {self._noun}, {self._size} a batch>"
+        order = self._order
+        return f"<{type(self).__name__} of {order.count} {order.noun}, {order.size} a batch>"
 
     @abstractmethod
     def _batch(self, indices: range | np.ndarray, shard: Shard) -> Batch:
         """Return the batch of some indices; None: no batch."""
-
-    def _order_of(self, shard: Shard) -> range | np.ndarray:
-        if not self._shuffle:
-            return range(self._count)
-        epoch = shard.random_seed, shard.epoch
-        # The shards of a worker share the order of an epoch.
-        kept = self._kept
-        if kept is None or kept[0] != epoch:
-            kept = self._kept = epoch, permutation(self._count, *epoch)
-        return kept[1]
 
 
 def fingerprint_of_epochs(source: EpochBatches[Any], **others: Any) -> dict[str, Any]:

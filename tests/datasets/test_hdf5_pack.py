@@ -28,6 +28,8 @@ from enqueuer import (  # noqa: E402
     StateMismatch,
     WorkerDied,
 )
+from enqueuer.datasets.arrays import ArraySource  # noqa: E402
+from enqueuer.datasets.files import FileBatches  # noqa: E402
 from enqueuer.datasets.hdf5 import HDF5Source, pack  # noqa: E402
 
 Pair = collections.namedtuple("Pair", "x y")
@@ -543,6 +545,75 @@ def test_bound_values_distinguish_sources(tmp_path, make):
         packed(make(1, False, [*paths[:1], {"b": np.arange(4)}, 2.5]), tmp_path / "a.h5")
     found = packed(make(1, False, [Path("a"), {"b": np.arange(3)}, 2.5]), tmp_path / "a.h5")
     assert found["data"][3] == [1] * 4
+
+
+class FailsOnce:
+    """A mixin for sources of batches: the second shard is interrupted once."""
+
+    fails = True  # of the class: attributes of the source are compared
+
+    def __call__(self, shard, first_item=0):
+        if shard.index == 1 and type(self).fails:
+            type(self).fails = False
+            raise ValueError("interrupted")
+        return super().__call__(shard, first_item)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Return the path of a file with two datasets of the same type."""
+    with h5py.File(tmp_path / "pair.h5", "w") as file:
+        file["x"], file["y"] = np.arange(16), -np.arange(16)
+    return tmp_path / "pair.h5"
+
+
+@pytest.mark.parametrize(
+    "other", [{"keys": ("y", "x")}, {"rows": slice(8, None)}, {"shuffle": True}], ids=str
+)
+def test_a_run_over_other_rows_of_a_file_is_not_resumed(tmp_path, pair, other):
+    class Source(FailsOnce, HDF5Source):
+        pass
+
+    asked = {"keys": ("x", "y"), "rows": slice(0, 8), "batch_size": 2}
+    with pytest.raises(ValueError, match="interrupted"):
+        packed(Source(pair, **asked), tmp_path / "a.h5")
+    with pytest.raises(StateMismatch, match="the source has bound another"):
+        packed(Source(pair, **{**asked, **other}), tmp_path / "a.h5")
+    found = packed(Source(pair, **asked), tmp_path / "a.h5")
+    assert (found["0"][3], found["1"][3]) == ([*range(8)], [-number for number in range(8)])
+
+
+# The names are those that earlier versions wrote: with others, their runs could not be resumed.
+@pytest.mark.parametrize(
+    ("kind", "arguments", "names"),
+    [
+        (ArraySource, [{"x": np.arange(16)}, 2], "_arrays _count _identity _places"),
+        (
+            FileBatches,
+            [["a", "b", "c", "d", "e", "f", "g", "h"], np.array, 2],
+            "_collate _drop_last _identity _labels _names_hash _on_error _paths _with_labels "
+            "_with_names",
+        ),
+        (
+            HDF5Source,
+            ["pair.h5", None, 2],
+            "_drop_last _edges _first _identity _is_one _is_tuple _names _path _reader _size _stop "
+            "_window",
+        ),
+    ],
+    ids=["arrays", "files", "hdf5"],
+)
+def test_a_source_of_this_package_is_resumed(tmp_path, monkeypatch, pair, kind, arguments, names):
+    class Source(FailsOnce, kind):
+        pass
+
+    monkeypatch.chdir(tmp_path)
+    # The same object, which has been used.
+    source = Source(*arguments, shuffle=True)
+    with pytest.raises(ValueError, match="interrupted"):
+        pack(source, "a.h5", shards=4, **THREAD)
+    assert sorted(json.loads(Path("a.h5.parts/pack.json").read_text())["bound"]) == names.split()
+    assert pack(source, "a.h5", shards=4, **THREAD) == (8 if kind is FileBatches else 16)
 
 
 def test_values_that_are_bound_are_not_written_down(tmp_path):

@@ -171,9 +171,9 @@ def what_is_read(monkeypatch):
     read = []
     take = RowReader.take
 
-    def noted(self, at, *args):
-        read.append((at.first, at.first + at.stop - at.start))
-        return take(self, at, *args)
+    def noted(self, at, low, high, *args):
+        read.append((low, high))
+        return take(self, at, low, high, *args)
 
     monkeypatch.setattr(RowReader, "take", noted)
     return read
@@ -413,6 +413,8 @@ def test_rows_and_slices_are_read(path):
     for index in ([0, 1], "row", 1.0, None, np.array([0, 1])):
         with pytest.raises(TypeError, match="by a number or a slice, got"):
             source[index]
+    with pytest.raises(TypeError, match="slice indices must be integers"):
+        source[1.5:2]
     source.close()
 
 

@@ -153,6 +153,7 @@ def test_a_dry_run_tells_and_writes_nothing(run, tmp_path):
         ("pack mydata:listed out.h5 --shards 2", "only a generator function of a shard can be"),
         ("inspect out.h5", "out.h5: no such file"),
         ("inspect .", "a folder, and no HDF5 file"),
+        ("inspect /", "a folder, and no HDF5 file"),
         ("inspect mydata.py", "mydata.py: not an HDF5 file"),
     ],
 )

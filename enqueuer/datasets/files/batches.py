@@ -339,6 +339,7 @@ class FileBatches(EpochBatches[Batch]):
         checks.function("collate", collate, "of a list")
         self._load: Callable[..., Any] = load
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
+        self._drop_last = bool(drop_last)
         self._with_names = bool(with_names)
         self._collate = collate
         self._on_error = options.on_error("on_error", on_error)

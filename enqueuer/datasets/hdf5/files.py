@@ -59,15 +59,15 @@ def data_file_error(
     path: str | os.PathLike[str], error: Exception, what: str = ""
 ) -> DataFileError:
     """Return the DataFileError for an error of h5py."""
-    text, parts = str(error), parts_folder(path)
+    text = str(error)
     known = (reason for pattern, reason in _REASONS.items() if re.search(pattern, text))
     reason = next(known, "{}").format(text)
     if os.path.isdir(path):
         reason = "a folder, and no HDF5 file"
-    elif isinstance(error, FileNotFoundError) and parts.is_dir():
+    elif isinstance(error, FileNotFoundError) and parts_folder(path).is_dir():
         reason = (
-            f"not there yet, but {parts.name} is: it is being packed, or that was interrupted; "
-            "run the same pack again to go on"
+            f"not there yet, but {parts_folder(path).name} is: it is being packed, or that was "
+            "interrupted; run the same pack again to go on"
         )
     elif isinstance(error, FileNotFoundError):
         reason = "no such file"

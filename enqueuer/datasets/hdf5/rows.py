@@ -23,7 +23,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -83,6 +83,10 @@ class Stretch(NamedTuple):
         return Stretch(low, high, self.first + low - self.start, self.dataset)
 
 
+# Rows of a dataset: the first, and the one behind the last, are counted in its file.
+Part: TypeAlias = tuple[StoredDataset, int, int]
+
+
 @dataclass(frozen=True)
 class ColumnLayout:
     """One dataset of a file, and where its rows lie.
@@ -120,16 +124,17 @@ class ColumnLayout:
             found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
         return found
 
-    def between(self, start: int, stop: int, step: int) -> Iterator[Stretch]:
-        """Yield the stretches of some rows, each from the first row that is wanted on."""
+    def between(self, start: int, stop: int, step: int) -> Iterator[Part]:
+        """Yield the parts with some rows, each from the first row that is wanted on."""
         stretches = self.stretches
-        nth = bisect.bisect_right(stretches, start, key=_STOP)
-        while nth < len(stretches) and stretches[nth].start < stop:
-            low = max(start, stretches[nth].start)
-            part = stretches[nth].cut(low + (start - low) % step, stop)
-            if part.start < part.stop:
-                yield part
-            nth += 1
+        for nth in range(bisect.bisect_right(stretches, start, key=_STOP), len(stretches)):
+            begin, end, first, dataset = stretches[nth]
+            if begin >= stop:
+                return
+            low, high = max(start, begin), min(stop, end)
+            low += (start - low) % step
+            if low < high:
+                yield dataset, low - begin + first, high - begin + first
 
 
 class Layout:
@@ -396,7 +401,7 @@ class RowReader:
         paths: set[str] = set()
         for name, column in self._columns.items():
             parts = [part for piece in pieces for part in column.between(*piece, step)]
-            paths.update([part.dataset.path for part in parts])
+            paths.update([dataset.path for dataset, _, _ in parts])
             found[name] = self._column(name, parts, step, None if rest is None else rest[name])
         for path in paths:
             self._layout.check_unchanged(path)
@@ -412,10 +417,10 @@ class RowReader:
         return max(share, min(files.CACHE_BYTES, max(chunks, default=0)))
 
     def _column(
-        self, name: str, parts: Sequence[Stretch], step: int, rest: np.ndarray | None
+        self, name: str, parts: Sequence[Part], step: int, rest: np.ndarray | None
     ) -> np.ndarray:
         column = self._columns[name]
-        counts = [len(range(part.start, part.stop, step)) for part in parts]
+        counts = [len(range(low, high, step)) for _, low, high in parts]
         filled = 0 if rest is None else len(rest)
         rows = filled + sum(counts)
         try:
@@ -423,7 +428,7 @@ class RowReader:
             if rest is not None:
                 pool[:filled] = rest
             for part, count in zip(parts, counts, strict=True):
-                self.take(part, step, pool[filled : filled + count])
+                self.take(*part, step, pool[filled : filled + count])
                 filled += count
         except MemoryError as error:
             path, needed = self._layout.path, size(rows * column.row_bytes)
@@ -435,12 +440,11 @@ class RowReader:
             ) from error
         return pool
 
-    def take(self, at: Stretch, step: int, into: np.ndarray) -> None:
-        """Read the rows of a stretch into an array."""
-        low, high = at.first, at.first + at.stop - at.start
+    def take(self, at: StoredDataset, low: int, high: int, step: int, into: np.ndarray) -> None:
+        """Read some rows of a dataset into an array."""
         with self._lock:
             try:
-                dataset, view = self._opened(at.dataset)
+                dataset, view = self._opened(at)
                 if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
                     into[...] = view[low:high:step]
                 else:
@@ -449,10 +453,10 @@ class RowReader:
                 raise
             except (OSError, RuntimeError, UnicodeDecodeError) as error:
                 # A change of the file would explain the error.
-                self._layout.check_unchanged(at.dataset.path)
+                self._layout.check_unchanged(at.path)
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
-                what = f"{rows} of {at.dataset.name[1:]!r} cannot be read: "
-                raise files.data_file_error(at.dataset.path, error, what) from error
+                what = f"{rows} of {at.name[1:]!r} cannot be read: "
+                raise files.data_file_error(at.path, error, what) from error
 
     def _opened(self, at: StoredDataset) -> tuple[Any, Any]:
         """Return a dataset, and an object whose slices are its rows."""

@@ -193,16 +193,11 @@ class HDF5Source(Generic[Batch]):
         drop_last: bool = False,
         allow_outside: bool = True,
     ) -> None:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(
-                f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
-                "carried to another process"
-            )
-        self._path = os.path.abspath(path)
+        self._path = _absolute(path)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
         self._layout = Layout(self._path, _names(keys), bool(allow_outside))
-        self._columns = _together(self._layout, is_asked=keys is not None)
-        self._rows = _bounds(rows, next(iter(self._columns.values())).shape[0])
+        self._names, self._columns = _together(self._layout, is_asked=keys is not None)
+        self._first, self._stop = _bounds(rows, self._columns[self._names[0]].shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
@@ -212,14 +207,15 @@ class HDF5Source(Generic[Batch]):
         self._edges = _edges_of(self._columns, self._rows)
         # The values on which a position in a shard depends.
         self._identity = {
-            "first": self._rows.start,
+            "first": self._first,
             "rows": len(self),
             "batch_size": self._size,
             "window": self._window,
             "chunks": len(self._edges) - 1 if shuffle else 0,
             **({"order": _ORDER} if shuffle else {}),
         }
-        # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
+        # An interrupted `pack` of this source is resumed only if all plain attributes have the same
+        # names and values.
         self._reader: RowReader | None = None
 
     def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
@@ -229,7 +225,7 @@ class HDF5Source(Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._rows)
+        return self._stop - self._first
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a row, or the rows of a slice.
@@ -247,6 +243,8 @@ class HDF5Source(Generic[Batch]):
                 f"row {index} of {self._path} is out of range: it has {len(self)}"
             ) from None
         except TypeError:
+            if isinstance(index, slice):
+                raise
             raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
         if isinstance(found, int):
             columns = self._own_reader().read([(found, found + 1)])
@@ -268,8 +266,12 @@ class HDF5Source(Generic[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None}
 
+    @property
+    def _rows(self) -> range:
+        return range(self._first, self._stop)
+
     def __repr__(self) -> str:
-        keys = ", ".join(self._columns)
+        keys = ", ".join(self._names)
         # A name in a file may have characters that a terminal obeys.
         return printable(f"<HDF5Source {self._path} ({keys}), {len(self)} rows>")
 
@@ -353,8 +355,17 @@ class HDF5Source(Generic[Batch]):
 
 @fingerprint_of.register(HDF5Source)
 def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
-    name, keys = type(source).__qualname__, shortened(", ".join(source._columns))
+    name, keys = type(source).__qualname__, shortened(", ".join(source._names))
     return {"name": name, "file": os.path.basename(source._path), "keys": keys, **source._identity}
+
+
+def _absolute(path: Path) -> str:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
+            "carried to another process"
+        )
+    return os.path.abspath(path)
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -368,20 +379,19 @@ def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return names
 
 
-def _bounds(rows: slice | None, count: int) -> range:
-    """Return the rows that are taken, in their order."""
+def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
     if rows is None:
-        return range(count)
+        return 0, count
     if not isinstance(rows, slice):
         raise TypeError(f"rows must be a slice or None, got {rows!r}")
     start, stop, step = rows.indices(count)
     if step != 1:
         raise ValueError(f"the step of rows must be 1, got {step}")
-    return range(start, max(start, stop))
+    return start, max(start, stop)
 
 
-def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
-    """Return the datasets that are read together."""
+def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], dict[str, ColumnLayout]]:
+    """Return the names of the datasets that are read together, and these."""
     path, columns = layout.path, layout.columns
     if not is_asked:
         columns = {name: column for name, column in columns.items() if column.shape}
@@ -403,7 +413,7 @@ def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
             "name those that belong together with keys=",
             path,
         )
-    return columns
+    return tuple(columns), columns
 
 
 def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
