@@ -30,21 +30,22 @@ class Notifier:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watch: Future[None] | None = None
+        # The end of a thread's wait, without its error: that is for the task that began the wait.
+        self._ended: Future[None] | None = None
 
     async def wait(self, watcher: Callable[[], None]) -> None:
         """Wait until `watcher`, run by a thread that is there already or a new one, returns."""
         with self._lock:
-            watch = self._watch
-            is_new = watch is None or watch.done()
-            if watch is None or is_new:
-                watch = self._watch = _started(watcher)
-        try:
-            await asyncio.wrap_future(watch)
-        except Exception:
-            # The other tasks will ask again, and get an error of their own.
-            if is_new:
-                raise
+            watch = self._ended
+            if watch is None or watch.done():
+                watch, self._ended = _started(watcher), _running()
+                watch.add_done_callback(functools.partial(_end, self._ended))
+        await asyncio.wrap_future(watch)
+
+
+def _end(ended: Future[None], watch: Future[None]) -> None:
+    # After an error the other tasks will ask again, and get one of their own.
+    ended.set_result(None)
 
 
 class AsyncBatches(AsyncIterator[Batch]):
@@ -90,11 +91,16 @@ async def call(core: Core, function: Callable[[], T]) -> T:
 
 def _started(function: Callable[[], T]) -> Future[T]:
     """Return the outcome of a function that a thread calls."""
-    future: Future[T] = Future()
-    # A task that is cancelled does not cancel it.
-    future.set_running_or_notify_cancel()
+    future: Future[T] = _running()
     name = "enqueuer-await"
     threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
+    return future
+
+
+def _running() -> Future[T]:
+    """Return a future that a task does not cancel when it is cancelled."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
     return future
 
 

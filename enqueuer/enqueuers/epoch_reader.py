@@ -174,7 +174,7 @@ class EpochReader:
         alive: the end of a forgotten enqueuer wakes it.
         """
         with self.run.locks.held():
-            self.has_item(None, raises=False)
+            self.has_item(None, raises=False, ends=False)
 
     def poll(self) -> tuple[Any, ...]:
         """Take the next batch, if there is one; waits for nothing. For event loops. No lock.
@@ -216,7 +216,13 @@ class EpochReader:
                 left.appendleft(ready.pop())
         return left
 
-    def has_item(self, deadline: float | None, raises: bool = True, takes: bool = True) -> bool:
+    def has_item(
+        self,
+        deadline: float | None,
+        raises: bool = True,
+        takes: bool = True,
+        ends: bool = True,
+    ) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
         That is so at the end of the epoch, and if the enqueuer was stopped. If calls were deferred
@@ -228,6 +234,8 @@ class EpochReader:
             raises: Whether to raise the failure, if that is next; else this returns True.
             takes: Whether to take an item that has come from the workers, which makes room for
                 another one. If not, this waits for a change of workers only.
+            ends: Whether to do what is due at the end of the epoch, such as `on_epoch_end`. If not,
+                this returns True at the end, and the loop's thread is to ask again.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
@@ -250,7 +258,7 @@ class EpochReader:
             if is_quick and not self.ready and self.failure is None:
                 items = backend.more(self._order, deadline is None)
             if items is None:
-                has_more = self._wait_for_item(deadline, takes)
+                has_more = self._wait_for_item(deadline, takes, ends)
             else:
                 has_more = True
                 if self._keep(backend, items) and deadline is None:
@@ -264,7 +272,7 @@ class EpochReader:
             self._raise(self.failure)
         return has_more
 
-    def _wait_for_item(self, deadline: float | None, takes: bool) -> bool:
+    def _wait_for_item(self, deadline: float | None, takes: bool, ends: bool) -> bool:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
@@ -303,7 +311,7 @@ class EpochReader:
                 until = long_wait.until
             if self._note(failure) and deadline is None:
                 self.retune()
-        return not self._notice_end()
+        return not (ends and self._notice_end())
 
     def _has_news(self, backend: Backend) -> bool:
         """Return whether a wait would end at once, without asking a worker for more."""

@@ -10,6 +10,7 @@ from enqueuer.common import checks
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, iterated
 from enqueuer.enqueuers.options import (
     EnqueuerOptions,
+    NoBatches,
     Options,
     ShardOptions,
     Unpack,
@@ -38,6 +39,10 @@ class GeneratorOptions(EnqueuerOptions, total=False):
     shards: int | None
     shuffle_buffer: int | None
     pickle_safe: bool | None
+
+
+class _YieldedOptions(GeneratorOptions, NoBatches, total=False):
+    """The same where the generator yields the batches."""
 
 
 @takes_options
@@ -104,7 +109,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         use_multiprocessing: bool = False,
         wait_time: float | None = None,
         random_seed: int | None = None,
-        **options: Unpack[GeneratorOptions],
+        **options: Unpack[_YieldedOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -146,9 +151,13 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         super().__init__(ShardWorkload(source, checked, seed, split), GeneratorEnqueuer)
 
 
+class _PrefetchOptions(ShardOptions, NoBatches, total=False):
+    """Types of the options of `prefetch` where the generator yields the batches."""
+
+
 @overload
 def prefetch(
-    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[ShardOptions]
+    generator: GeneratorLike[Batch], max_queue_size: int = 2, **options: Unpack[_PrefetchOptions]
 ) -> Iterator[Batch]: ...
 @overload
 def prefetch(

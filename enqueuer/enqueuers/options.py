@@ -294,6 +294,13 @@ class EnqueuerOptions(CommonOptions, total=False):
 
 
 # Type checkers read these in the overloads, which differ only in what decides the type of a batch.
+class NoBatches(TypedDict, total=False):
+    """Types of the options where each item, or result, comes alone."""
+
+    batch_size: None
+    collate: None
+
+
 class ShardOptions(CommonOptions, total=False):
     """Types of the options of `prefetch` that do not change the type of a batch."""
 

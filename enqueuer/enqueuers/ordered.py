@@ -14,6 +14,7 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of, iterated
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
+    NoBatches,
     Options,
     TaskOptions,
     Unpack,
@@ -39,6 +40,10 @@ Collate = Callable[[list[Any]], T] | Callable[[list[Any], list[Task]], T]
 
 class OrderedOptions(TaskOptions, EnqueuerOptions, total=False):
     """Types of the options that do not change the type of a batch."""
+
+
+class _ResultOptions(OrderedOptions, NoBatches, total=False):
+    """The same where each result comes alone."""
 
 
 @takes_options
@@ -109,7 +114,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: np.ndarray[Any, Any],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -117,7 +122,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[Batch],
         map: bool | None = None,
         shuffle: bool = False,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -125,7 +130,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
         shuffle: bool = False,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -133,7 +138,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         sequence: Elements[T],
         map: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
         shuffle: bool = False,
-        **options: Unpack[OrderedOptions],
+        **options: Unpack[_ResultOptions],
     ) -> None: ...
     @overload
     def __init__(
@@ -292,19 +297,23 @@ class _MapOptions(TaskOptions, total=False):
     shuffle: bool
 
 
+class _AloneOptions(_MapOptions, NoBatches, total=False):
+    """The same where each result comes alone."""
+
+
 @overload
 def imap(
     function: Callable[[T], Awaitable[Batch | None]] | Callable[[T, Task], Awaitable[Batch | None]],
     elements: Elements[T],
     max_queue_size: int = 10,
-    **options: Unpack[_MapOptions],
+    **options: Unpack[_AloneOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(
     function: Callable[[T], Batch | None] | Callable[[T, Task], Batch | None],
     elements: Elements[T],
     max_queue_size: int = 10,
-    **options: Unpack[_MapOptions],
+    **options: Unpack[_AloneOptions],
 ) -> Iterator[Batch]: ...
 @overload
 def imap(

@@ -15,7 +15,14 @@ from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common.text import an
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import FunctionSource, as_source, close, fingerprint_of, iterate
+from enqueuer.workers.sources import (
+    FunctionSource,
+    as_source,
+    close,
+    fingerprint_of,
+    is_stateful,
+    iterate,
+)
 
 
 class Turns:
@@ -218,19 +225,22 @@ class _Part:
         self._round = 0
         self._open()
 
-    def _open(self, state: Any = None) -> None:
+    def _open(self) -> None:
         """Call the generator function, which does not begin to run."""
         items = self._source.open(part_for(self._shard, self.name, self._round))
-        self._iterator, self._stateful = iterate(items, state)
-        # It had an item, or it would not have a state.
-        self._is_empty = state is None
+        # What has a state is iterated later, as one may be loaded first.
+        self._items: Any = items if is_stateful(items) else iter(items)
+        self._iterator: Iterator[Any] | None = None
+        self._is_empty = True
 
     @property
     def is_stateful(self) -> bool:
-        return self._stateful is not None
+        return is_stateful(self._items)
 
     def next(self) -> Any:
         """Return the next item, or `_END`."""
+        if self._iterator is None:
+            self._iterator = iter(self._items)
         item = next(self._iterator, _END)
         if item is not _END:
             self._is_empty = False
@@ -252,12 +262,15 @@ class _Part:
         close(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._stateful.state_dict()
+        state = self._items.state_dict()
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round, self.has_ended = state["round"], state["has_ended"]
-        self._open(state["state"])
+        self._open()
+        self._iterator, _ = iterate(self._items, state["state"])
+        # It had an item, or it would not have a state.
+        self._is_empty = False
 
 
 class _Mixed:

@@ -5,11 +5,12 @@ import gc
 import itertools
 import threading
 import time
+import traceback
 
 import pytest
 from helpers import LIMIT, counting, hang, raise_value_error, twelve, wait_until
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import BatchTimeout, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -240,6 +241,62 @@ def test_one_thread_waits_for_all_tasks():
                 return sorted(itertools.chain(*await asyncio.gather(*tasks)))
 
     assert run(main()) == list(range(10))
+
+
+class Ending:
+    """A sequence of 0 and None; it notes the threads of `on_epoch_end`."""
+
+    def __init__(self):
+        self.ended_in = []
+        self.is_waited_for = threading.Event()
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        if index == 0:
+            return 0
+        assert self.is_waited_for.wait(LIMIT)
+        return None
+
+    def on_epoch_end(self):
+        self.ended_in.append(threading.current_thread())
+
+
+def test_on_epoch_end_is_called_in_the_thread_of_the_event_loop():
+    sequence = Ending()
+
+    async def main():
+        async with OrderedEnqueuer(sequence) as enqueuer:
+            assert await take(enqueuer, 1) == [0]
+            rest = asyncio.ensure_future(take(enqueuer, 1))
+            await asyncio.sleep(0.02)  # it has come to its wait, more likely than not
+            await is_waited_for()
+            sequence.is_waited_for.set()
+            return await rest
+
+    assert run(main()) == []
+    assert sequence.ended_in == [threading.current_thread()]
+
+
+def test_each_task_that_waits_gets_a_timeout_with_its_own_traceback():
+    async def main():
+        with Gate() as gate:
+            async with GeneratorEnqueuer(gate, timeout=0.05) as enqueuer:
+
+                async def one():
+                    return await take(enqueuer, 1)
+
+                async def other():
+                    return await take(enqueuer, 1)
+
+                errors = await asyncio.gather(one(), other(), return_exceptions=True)
+                gate.let(1000)
+                return errors
+
+    for name, error in zip(("one", "other"), run(main()), strict=True):
+        assert isinstance(error, BatchTimeout)
+        assert name in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def test_tasks_that_iterate_at_once_share_the_batches(backend):

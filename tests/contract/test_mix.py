@@ -171,6 +171,33 @@ def test_sources_with_a_state_are_resumed_by_it(backend, at_end, batch_size):
             assert list(later) == whole[count:]
 
 
+class Loader(Rows):
+    """Rows whose iteration is a start, as that of a loader with workers; it notes where."""
+
+    def __init__(self, name, count, shard, began):
+        super().__init__(name, count, shard)
+        self.began = began
+
+    def __iter__(self):
+        self.began.append((self.name, self.at))
+        return map(next, itertools.repeat(super().__iter__()))
+
+
+def test_a_source_with_a_state_is_iterated_only_after_that_was_loaded():
+    began = []
+    loaders = {name: lambda shard, name=name: Loader(name, 5, shard, began) for name in "ab"}
+    with GeneratorEnqueuer(mix(loaders), random_seed=7) as enqueuer:
+        for _ in range(3):
+            next(iter(enqueuer))
+        state = enqueuer.state_dict()
+    began.clear()
+    later = GeneratorEnqueuer(mix(loaders), random_seed=7)
+    later.load_state_dict(state)
+    with later:
+        assert list(later) == [("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3), ("a", 4), ("b", 4)]
+    assert began == [("a", 2), ("b", 1)]
+
+
 def test_stop_ends_with_the_first_that_ends(backend):
     source = mix({"first": first, "second": second})
     with GeneratorEnqueuer(source, **backend) as enqueuer:
