@@ -94,6 +94,7 @@ class _Passes:
     ) -> None:
         self._reader = reader_of(Loader[Any](loader, steps_per_epoch))
         # The batch that the signature was taken from, until it is given, and the following ones.
+        self._first: list[Any] = []
         self._rest: Iterator[Any] | None = None
         # When TensorFlow starts it later, an exception would become an error of TensorFlow.
         self._reader.start()
@@ -103,7 +104,7 @@ class _Passes:
         rest = _pass(self._reader.epochs)
         for batch in rest:
             self.output_signature = _signature(batch, "")
-            self._rest = itertools.chain(_emptied([batch]), rest)
+            self._first, self._rest = [batch], rest
             return
         raise ValueError(
             "there is no batch to take the signature from, as the first epoch is empty; "
@@ -117,7 +118,7 @@ class _Passes:
         this object ends, stops the workers, and so wakes that thread.
         """
         rest, self._rest = self._rest or _pass(self._reader.epochs), None
-        batches = itertools.chain(rest, _end(weakref.ref(self)))
+        batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
         return map(functools.partial(_fitted, spec=self.output_signature), batches)
 
 
