@@ -8,7 +8,29 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from enqueuer.errors import *
+from enqueuer.errors import (
+    BatchTimeout,
+    BlockMemoryError,
+    Closed,
+    DataFileError,
+    DuplicateDataWarning,
+    EmptyEpochWarning,
+    EnqueuerError,
+    EnqueuerWarning,
+    FrameworkUnavailable,
+    InvalidState,
+    ItemNotLoadable,
+    ItemNotPicklable,
+    OverwrittenDataWarning,
+    SourceNotPicklable,
+    StallWarning,
+    StartError,
+    StateMismatch,
+    StopWarning,
+    TransportError,
+    WorkerDied,
+    WorkerError,
+)
 from enqueuer.workers.arrays import empty, empty_like
 from enqueuer.workers.shards import Shard, Task
 
