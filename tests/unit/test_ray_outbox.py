@@ -55,7 +55,7 @@ def test_credit_lets_a_waiting_worker_go_on():
     stream = Stream(outbox)
     worker = threading.Thread(target=lambda: [outbox.send_item(0, n, n) for n in range(3)])
     worker.start()
-    outbox.grant(3, None, 0)
+    outbox.grant(TotalCredit(3, None, 0))
     worker.join(LIMIT)
     assert not worker.is_alive()
     assert stream.values() == [0, 1, 2]

@@ -27,6 +27,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, WorkerStats, clock, worker_stats
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
+from enqueuer.workers.messages import Epoch
 from enqueuer.workers.plan import serve_failure
 from enqueuer.workers.remote import WorkerConfig
 
@@ -62,8 +63,10 @@ class ActorConfig:
         return ""
 
 
-class RayWorker(Outbox):
+class RayWorker:
     """The class of the actors; the pool calls each method in a concurrency group of GROUPS.
+
+    It has an outbox and is none: Ray wraps each method of this class, and each call of it.
 
     Args:
         config: Configuration of the actor.
@@ -72,7 +75,6 @@ class RayWorker(Outbox):
     """
 
     def __init__(self, config: ActorConfig, credit: TotalCredit, payload: bytes) -> None:
-        super().__init__(credit, config.asks)
         if config.keep_freed_memory:
             native.keep_freed_memory()
         # Ray has set OMP_NUM_THREADS, which OpenCV does not read. These hold for libraries that
@@ -80,6 +82,7 @@ class RayWorker(Outbox):
         os.environ.update(native.limits(1, False, os.environ))
         self._config = config
         self._payload = payload
+        self._outbox = Outbox(credit, config.asks)
         self._began = clock()
         self._thread: threading.Thread | None = None
         self._cpu_s = usage.of_process(os.getpid()).cpu_s or 0.0
@@ -102,30 +105,42 @@ class RayWorker(Outbox):
             traceback.print_exc()
             ended = Ended(f"Its loop ended by {error!r}")
         finally:
-            self.send_frame(ended)
+            self._outbox.send_frame(ended)
 
     def _serve(self) -> None:
-        config = self._config
-        self.send_frame(Ready(os.getpid(), _node()))
+        config, outbox = self._config, self._outbox
+        outbox.send_frame(Ready(os.getpid(), _node()))
         if config.worker.levels is not None:
-            logs.forward(self.send_frame, config.worker.levels)
+            logs.forward(outbox.send_frame, config.worker.levels)
         try:
             source, on_error = pickle.loads(self._payload)
         except BaseException as error:
-            serve_failure(error, config.shards, self)
+            serve_failure(error, config.shards, outbox)
         else:
-            self.meter.begin()
-            config.worker.serve(config.index, config.shards, source, on_error, self)
+            outbox.meter.begin()
+            config.worker.serve(config.index, config.shards, source, on_error, outbox)
 
     def packets(self) -> Iterator[list[Frame]]:
         """Yield the frames in the order in which they were sent, as many at once as there are."""
         for _ in range(_MOST_PACKETS):
-            frames = self.take()
+            frames = self._outbox.take()
             yield frames
             if isinstance(frames[-1], Ended):
                 return
             # Otherwise an item would live on while the next one is made.
             del frames
+
+    def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:
+        """Add epochs to run, or tasks to do."""
+        self._outbox.assign(orders, tickets)
+
+    def grant(self, items: int, size: int | None, wanted: int) -> None:
+        """Replace the credit; the arguments are the fields of a `TotalCredit`."""
+        self._outbox.grant(TotalCredit(items, size, wanted))
+
+    def close(self) -> None:
+        """End the loop; its remaining frames come before the last packet."""
+        self._outbox.close()
 
     def stack(self) -> tuple[Stack | None, list[ThreadSnapshot]]:
         """Return the stack of the worker's loop, None if it does not run; its threads or shards."""
@@ -137,14 +152,14 @@ class RayWorker(Outbox):
 
     def stats(self) -> WorkerStats:
         """Return a snapshot of the worker's work."""
-        thread = self._thread
+        outbox, thread = self._outbox, self._thread
         used = usage.of_process(os.getpid())
         if thread is not None and used.cpu_s is not None:
             # Without the time that Ray took to start the process.
             cpu_s = used.cpu_s - self._cpu_s
             used = used._replace(cpu_s=cpu_s, cpu_wait_s=usage.of_thread(thread).cpu_wait_s)
-        words = self.meter.words
-        return worker_stats(self._config, words, (self.sent, words[BYTES]), used, self._began)
+        words = outbox.meter.words
+        return worker_stats(self._config, words, (outbox.sent, words[BYTES]), used, self._began)
 
 
 def _node() -> str:

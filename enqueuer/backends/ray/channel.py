@@ -237,17 +237,14 @@ class Outbox:
         self._orders.put_all(orders)
         self._tickets.put_all(tickets)
 
-    def grant(self, items: int, size: int | None, wanted: int) -> None:
-        """Replace the credit by a larger one; the arguments are the fields of a `TotalCredit`."""
+    def grant(self, credit: TotalCredit) -> None:
+        """Replace the credit by a larger one."""
         with self._lock:
-            self._credit = TotalCredit(items, size, wanted)
+            self._credit = credit
             self._called.notify_all()
 
     def close(self) -> None:
-        """End the loop: it gets no more orders, and sending raises Closed.
-
-        Its remaining frames come before the last packet.
-        """
+        """End the loop: it gets no more orders, and sending raises Closed."""
         # First, as a worker that gets no more orders asks if the consumer left.
         with self._lock:
             self._closed = True
