@@ -110,5 +110,5 @@ def _run(future: Future[T], function: Callable[[], T]) -> None:
     except BaseException as error:
         future.set_exception(error)
     finally:
-        # Otherwise the error and its traceback would refer to each other.
+        # The traceback of the error has this frame, and the future has the error.
         del future

@@ -87,7 +87,6 @@ class EpochReader:
         before: EpochReader | None = None,
     ) -> None:
         number = epoch.number
-        run.meter.go_on()
         self._scaling, self._began = scaling, None if scaling is None else run.stats(number, 0)
         work: EpochWork | None = None if before is None else before.next_work
         if work is None:
