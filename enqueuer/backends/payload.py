@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dis
 import errno
 import functools
 import importlib
 import io
 import os
+import pickle
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import context
 from multiprocessing.reduction import ForkingPickler
 from pickle import PickleBuffer
 from types import CodeType, FunctionType, MethodType
-from typing import Any, ClassVar
-
-import cloudpickle
+from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
@@ -37,13 +36,11 @@ from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
+from enqueuer.transport.definitions import Pickler, held_by_modules, program_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
-
-# Held while cloudpickle pickles the main module by value, which is a global setting.
-_lock = threading.Lock()
 
 
 def pickled_source(
@@ -51,8 +48,9 @@ def pickled_source(
     on_error: OnError,
     where: str,
     others: str,
+    known: dict[str, Any],
     shared: Handover | None = None,
-) -> bytes:
+) -> Payload:
     """Return the pickle of a source and `on_error`.
 
     Args:
@@ -60,6 +58,7 @@ def pickled_source(
         on_error: Option of the enqueuer.
         where: Destination, in words.
         others: Options that would not send it, in words.
+        known: Where the definitions that the workers will have are added, by their ids.
         shared: Keeper of large buffers and of the descriptors of shared objects; None: buffers are
             part of the pickle, and these objects cannot be sent.
 
@@ -68,8 +67,20 @@ def pickled_source(
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
         OSError: There is no room for the descriptors of shared objects.
     """
+    held: Mapping[int, tuple[str, str]] = {}
     try:
-        return _dumps((source, on_error), shared)
+        try:
+            pickled, pickler = _dump((source, on_error), shared, held)
+        except Exception:
+            if shared is not None:
+                if shared.error is not None:
+                    raise
+                shared.close()
+            held = held_by_modules()
+            pickled, pickler = _dump((source, on_error), shared, held)
+        program = pickle.dumps(program_of(pickler), protocol=5)
+        known.update(pickler.sent)
+        return Payload(program, pickled)
     except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
@@ -78,7 +89,7 @@ def pickled_source(
                 f"{error}, while the source was pickled. Raise the limit of descriptors "
                 "(`ulimit -n`), or close some"
             ) from error
-        can_send = functools.partial(_can_send, shared)
+        can_send = functools.partial(_can_send, shared, held)
         if not can_send(on_error):
             raise SourceNotPicklable(
                 f"on_error={name_of(on_error)} cannot be sent to {where}: "
@@ -90,40 +101,41 @@ def pickled_source(
         raise SourceNotPicklable(reason) from error
 
 
-def _can_send(shared: Handover | None, value: object) -> bool:
+def _can_send(shared: Handover | None, held: Mapping[int, tuple[str, str]], value: object) -> bool:
     """Return whether a part of a source can be sent, by trying."""
     try:
-        _dumps(value, None if shared is None else Handover(is_trial=True))
+        _dump(value, None if shared is None else Handover(is_trial=True), held)
     except Exception:
         return False
     return True
 
 
-def _dumps(what: object, shared: Handover | None) -> bytes:
-    """Pickle with all that the main module defines, also where that is called `__mp_main__`.
+class Payload(NamedTuple):
+    """What a worker loads, first the program and then the source.
 
-    A process that multiprocessing has spawned calls it so, and no worker could import it.
+    Attributes:
+        program: Pickle of the program.
+        source: Pickle of the source and of `on_error`.
     """
-    main = sys.modules["__main__"]
+
+    program: bytes
+    source: bytes
+
+
+def _dump(
+    what: object, shared: Handover | None, held: Mapping[int, tuple[str, str]]
+) -> tuple[bytes, _Pickler]:
     file = io.BytesIO()
-    pickler = _Pickler(file, 5, None if shared is None else shared.keep_large)
+    keep = None if shared is None else shared.keep_large
+    pickler = _Pickler(file, 5, keep, known={}, is_source=True, held=held)
     pickler.shared = shared
-    with contextlib.ExitStack() as stack:
-        if shared is not None:
-            stack.enter_context(shared.pickling())
-        if main.__name__ == "__mp_main__":
-            stack.enter_context(_lock)
-            cloudpickle.register_pickle_by_value(main)
-            stack.callback(cloudpickle.unregister_pickle_by_value, main)
+    with contextlib.nullcontext() if shared is None else shared.pickling():
         pickler.dump(what)
-    return file.getvalue()
+    return file.getvalue(), pickler
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Sends cached functions that no worker can import by value, as cloudpickle does others.
-
-    `functools.cache` and `lru_cache` make objects that pickle by name only. The worker's copy
-    begins with an empty cache.
+class _Pickler(Pickler):
+    """A pickler of sources, with what they share with the workers.
 
     Attributes:
         shared: What shared objects are sent with; None: they cannot be sent.
@@ -132,11 +144,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     shared: Handover | None = None
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, functools._lru_cache_wrapper):
-            is_local = "<locals>" in value.__qualname__
-            if is_local or value.__module__ in ("__main__", "__mp_main__"):
-                sizes = value.cache_parameters()
-                return _cached, (value.__wrapped__, sizes["maxsize"], sizes["typed"])
         if self.shared is not None:
             reduced = self.shared.reduce(value)
             if reduced is not NotImplemented:
@@ -147,9 +154,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return reduce_tensor(value)
         return super().reducer_override(value)
 
-
-def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
-    return functools.lru_cache(maxsize, typed)(function)
+    def can_send(self, value: object) -> bool:
+        return _can_send(self.shared, {}, value)
 
 
 def _why_not(
@@ -234,7 +240,10 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+    """Yield the names of the globals that code uses; `co_names` has attributes as well."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
     for constant in code.co_consts:
         # The code of a lambda, a comprehension or an inner function.
         if isinstance(constant, CodeType):
@@ -383,10 +392,12 @@ class Handover:
             return None
 
     def close(self) -> None:
-        """Close the duplicates."""
+        """Close the duplicates, and forget what was kept."""
         for descriptor in self.descriptors:
             descriptor.close()
         self.descriptors.clear()
+        self.buffers.clear()
+        self._places.clear()
 
 
 @contextlib.contextmanager

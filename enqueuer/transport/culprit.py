@@ -45,6 +45,9 @@ def find_culprit(
             appended to the path; `parts_of` by default.
         can_send: Function that tells whether a part can be pickled; `is_picklable` by default.
     """
+    # Only messages need it, and its import takes some milliseconds.
+    from enqueuer.transport.definitions import is_picklable
+
     # A nest may contain itself.
     seen: set[int] = set()
     while len(seen) < _DEEPEST_CULPRIT:
@@ -56,18 +59,6 @@ def find_culprit(
         else:
             break
     return path, value
-
-
-def is_picklable(value: object) -> bool:
-    """Return whether cloudpickle can pickle `value`, by trying."""
-    # Only messages need it, and its import takes some milliseconds.
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(value, protocol=5)
-    except Exception:
-        return False
-    return True
 
 
 def parts_of(value: object) -> Iterable[tuple[str, object]]:

@@ -235,9 +235,9 @@ def _picklers() -> Iterator[Any]:
 
 @functools.cache
 def _picklers_by_value() -> tuple[Any, Any]:
-    import cloudpickle
+    from enqueuer.transport.definitions import Pickler
 
-    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    class PicklerByValue(Pickler):
         """A pickler of errors whose classes plain pickle cannot find by name."""
 
         def reducer_override(self, obj: Any) -> Any:
@@ -245,7 +245,7 @@ def _picklers_by_value() -> tuple[Any, Any]:
                 return reduce(obj)
             return super().reducer_override(obj)
 
-    class LonePickler(CloudPickler):
+    class LonePickler(PicklerByValue):
         """A pickler that sends errors which the first one refers to, as its causes, as text."""
 
         is_first = True
@@ -257,4 +257,4 @@ def _picklers_by_value() -> tuple[Any, Any]:
                 self.is_first = False
             return super().reducer_override(obj)
 
-    return CloudPickler, LonePickler
+    return PicklerByValue, LonePickler

@@ -3,8 +3,7 @@
     Encoder().encode(value) -> (pickle, buffers)   decode(pickle, buffers) -> value
 
 Pickle protocol 5 with the large buffers out of band. Plain pickle is tried first, since it is
-fast; classes and functions of `__main__`, or local ones, need cloudpickle, which brings them
-back as the very same class if this process has sent them.
+fast; what it refuses, such as local classes and functions, goes by `definitions`.
 
 Two kinds of objects are pickled in our own way; subclasses keep their own ways:
 
@@ -193,13 +192,13 @@ class Encoder:
         The buffers are views of the value's own memory: use them before it changes.
 
         Raises:
-            ItemNotPicklable: Neither pickle nor cloudpickle can encode it. The message says why.
+            ItemNotPicklable: It cannot be pickled. The message says why.
         """
         try:
             self._pickler.dump(value)
         except Exception as first:
             self._take()
-            return self._by_cloudpickle(value, first), self._take()[1]
+            return self._by_value(value, first), self._take()[1]
         except BaseException:
             self._take()
             raise
@@ -216,17 +215,15 @@ class Encoder:
         self._buffers = []
         return data, buffers
 
-    def _by_cloudpickle(self, value: object, first: Exception) -> bytes:
+    def _by_value(self, value: object, first: Exception) -> bytes:
         # Few items need these two, whose import takes some milliseconds of the first start.
-        import cloudpickle
-
         from enqueuer.transport.culprit import describe_culprit
+        from enqueuer.transport.definitions import dumps
 
         try:
-            data: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=self._keep_in_band)
+            return dumps(value, buffer_callback=self._keep_in_band)
         except Exception as second:
             raise ItemNotPicklable(describe_culprit(value, first)) from second
-        return data
 
     def _keep_in_band(self, buffer: PickleBuffer) -> bool:
         """Take a buffer out of the pickle if it is large; called by the pickler."""

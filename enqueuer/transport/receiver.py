@@ -72,14 +72,15 @@ class ReceiverControl:
 
     def begin(self, epoch: Epoch) -> None:
         """Order the worker to run its shards for `epoch`."""
-        dumps: Callable[..., bytes] = pickle.dumps
-        if epoch.starts is not None:
+        if epoch.starts is None:
+            data = pickle.dumps(epoch, protocol=5)
+        else:
             # States of iterators may be of any class. Most epochs have none, and the import takes
             # some milliseconds of the first start.
-            import cloudpickle
+            from enqueuer.transport.definitions import dumps
 
-            dumps = cloudpickle.dumps
-        self._send(Kind.EPOCH, dumps(epoch, protocol=5), wait=True)
+            data = dumps(epoch, known={})
+        self._send(Kind.EPOCH, data, wait=True)
 
     def assign(self, token: int, number: int, ticket: bytes) -> None:
         """Send the worker a ticket, packed, that no other worker may take."""

@@ -13,6 +13,8 @@ import itertools
 import pickle
 import socket
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import own_sockets
@@ -56,37 +58,35 @@ class TaskQueue:
         self._theirs.close()
 
 
-def pack(ticket: Ticket, are_forked: bool) -> bytes:
+def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
     """Return a ticket as bytes.
 
     Args:
         ticket: Ticket to be sent.
-        are_forked: Whether the workers are forked and so have the classes of `__main__`; to
-            others these must be sent.
+        known: Definitions that the workers have got with the source, by their ids; None if they
+            are forked, and so have all of `__main__`.
 
     Raises:
         ItemNotPicklable: An element cannot be sent; the message names the culprit.
     """
     try:
         data = pickle.dumps(ticket, protocol=5)
-        if are_forked or b"__main__" not in data:
+        if known is None or b"__main__" not in data:
             return data
     except raised_here(Exception):
         pass
     # As in `item_codec`.
-    import cloudpickle
-
     from enqueuer.transport.culprit import find_culprit
+    from enqueuer.transport.definitions import dumps
 
     try:
-        by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
+        return dumps(ticket, known=known or {})
     except raised_here(Exception) as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "
             f"({error}); let the iterable give paths or plain data, or use backend='thread'"
         ) from error
-    return by_value
 
 
 def unpack(packet: bytes, fds: list[int]) -> list[Ticket]:

@@ -57,7 +57,7 @@ from enqueuer.workers.tasks import TaskSource
 
 # Most sources are loaded with it, so a fork server imports it once for all workers. A worker that
 # has run out of descriptors or memory could not import it.
-_OFTEN_LOADED = "cloudpickle"
+_OFTEN_LOADED = "enqueuer.transport.definitions"
 # A signal that no program uses; macOS has no others.
 ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
 # Eleven days, which every way of waiting accepts.
@@ -155,7 +155,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
     head, buffers = read_payload(payload_fd)
-    config, tracker, *pickled = pickle.loads(head)
+    config, tracker, program, *pickled = pickle.loads(head)
     del head
     if config.parent_environment is not None:
         config.parent_environment.apply()
@@ -174,6 +174,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
 
             given = handed(shared, tracker)
         with given:
+            pickle.loads(program).install()
             # The pickle is of no use after that, and may be large.
             return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
 

@@ -14,7 +14,8 @@ import itertools
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
@@ -42,15 +43,17 @@ class QueueDispatch(Dispatch[ProcessWorker]):
 
     Args:
         workers: The workers of the pool.
-        are_forked: Whether the workers have the classes of `__main__`.
+        known: Definitions that the workers have got with the source; None if they are forked.
         one_each: Whether each packet has one ticket.
     """
 
-    def __init__(self, workers: Sequence[ProcessWorker], are_forked: bool, one_each: bool) -> None:
+    def __init__(
+        self, workers: Sequence[ProcessWorker], known: Mapping[str, Any] | None, one_each: bool
+    ) -> None:
         # The task whose result was slept for last.
         self._slept_for: int | None = None
         self._workers = workers
-        self._are_forked = are_forked
+        self._known = known
         self._one_each = one_each
         self._is_closed = False
         # Numbers of tasks and their tickets, for which there is no room in the queue yet.
@@ -80,7 +83,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         # Tickets without elements are pickled together.
         if tickets[0].elements is None:
             return tickets
-        return [task_queue.pack(ticket, self._are_forked) for ticket in tickets]
+        return [task_queue.pack(ticket, self._known) for ticket in tickets]
 
     def offer(self, numbers: Sequence[int], packed: Sequence[Ticket | bytes]) -> None:
         self._unsent.extend(zip(numbers, packed, strict=True))

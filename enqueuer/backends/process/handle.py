@@ -29,7 +29,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.pool import HAS_ENDED, Death, Stack, WorkerSnapshot, WorkerState
@@ -398,9 +398,12 @@ class Starter:
 
     Attributes:
         spins: Whether this process and each of the workers has a CPU of its own.
+        known: Definitions that the workers get with the source, by their ids; None if the workers
+            are forked, and so have all.
     """
 
     def __init__(self, job: Job) -> None:
+        self.known: dict[str, Any] | None = None if job.start_method == "fork" else {}
         self._job = job
         self._plans = job.plans()
         self.spins = usage.cpus() > len(self._plans)
@@ -422,13 +425,13 @@ class Starter:
             SourceNotPicklable: The source cannot be sent.
         """
         job, self._queue = self._job, queue
-        if job.start_method == "fork":
+        if self.known is None:
             if isinstance(job.source, TaskSource):
                 self._source = job.source.packed()
             if _is_local(job.source):
                 # Its errors may be local as well, and a worker that has run out of descriptors or
                 # memory could not import what sends them.
-                importlib.import_module("cloudpickle")
+                importlib.import_module("enqueuer.transport.definitions")
         else:
             # Forked workers do not need it, and its import takes some milliseconds.
             from enqueuer.backends.payload import Handover, pickled_source
@@ -437,8 +440,8 @@ class Starter:
             resources.callback(shared.close)
             # The source has a pickle of its own: an error while that is loaded is the user's.
             where = f"a process started by {job.start_method}"
-            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, shared)
-            head = pickle.dumps((self._config, shared.tracker(), pickled), protocol=5)
+            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, self.known, shared)
+            head = pickle.dumps((self._config, shared.tracker(), *pickled), protocol=5)
             self._shared = shared.descriptors
             self._payload = Descriptor(write_payload(head, shared.buffers))
             # The source may have made them for its pickle.

@@ -56,12 +56,12 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
+        self._starter = Starter(job)
         self.dispatch = QueueDispatch(
-            self.workers, job.start_method == "fork", one_each=job.source.tickets_at_once > 1
+            self.workers, self._starter.known, one_each=job.source.tickets_at_once > 1
         )
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
-        self._starter = Starter(job)
         # The worker of each descriptor, and whether that is its pidfd.
         self._by_fd: dict[int, tuple[ProcessWorker, bool]] = {}
         self._poller = select.poll()

@@ -71,10 +71,12 @@ class RayWorker:
     Args:
         config: Configuration of the actor.
         credit: Credit that it begins with.
-        payload: Pickle of the source and of `on_error`.
+        payload: Pickles of the program, and of the source and `on_error`.
     """
 
-    def __init__(self, config: ActorConfig, credit: TotalCredit, payload: bytes) -> None:
+    def __init__(
+        self, config: ActorConfig, credit: TotalCredit, payload: tuple[bytes, bytes]
+    ) -> None:
         if config.keep_freed_memory:
             native.keep_freed_memory()
         # Ray has set OMP_NUM_THREADS, which OpenCV does not read. These hold for libraries that
@@ -113,7 +115,9 @@ class RayWorker:
         if config.worker.levels is not None:
             logs.forward(outbox.send_frame, config.worker.levels)
         try:
-            source, on_error = pickle.loads(self._payload)
+            program, pickled = self._payload
+            pickle.loads(program).install()
+            source, on_error = pickle.loads(pickled)
         except BaseException as error:
             serve_failure(error, config.shards, outbox)
         else:

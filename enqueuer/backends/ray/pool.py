@@ -293,9 +293,13 @@ class ActorDispatch(Dispatch[Actor]):
         workers: The actors of the pool.
         lock: Lock of the pool.
         at_once: Number of tasks that each actor runs at once.
+
+    Attributes:
+        known: Definitions that the actors have got with the source, by their ids.
     """
 
     def __init__(self, workers: Sequence[Actor], lock: threading.RLock, at_once: int) -> None:
+        self.known: dict[str, Any] = {}
         self._workers = workers
         self._lock = lock
         self._at_once = at_once
@@ -303,7 +307,7 @@ class ActorDispatch(Dispatch[Actor]):
         self._waiting: deque[tuple[int, bytes]] = deque()
 
     def pack(self, tickets: Sequence[Ticket]) -> Sequence[bytes]:
-        return [task_queue.pack(ticket, are_forked=False) for ticket in tickets]
+        return [task_queue.pack(ticket, self.known) for ticket in tickets]
 
     def offer(self, numbers: Sequence[int], packed: Sequence[bytes]) -> None:
         with self._lock:
@@ -400,14 +404,16 @@ class RayPool(WorkerPool[Actor]):
     def _open(self) -> None:
         job = self._job
         # Pickled first, so that a mistake of the user shows before Ray is started.
-        payload = pickled_source(job.source, job.on_error, "a Ray actor", "backend='thread'")
+        payload = pickled_source(
+            job.source, job.on_error, "a Ray actor", "backend='thread'", self.dispatch.known
+        )
         ray = self.session.join()
         # Ray's own function ends the actors, and was registered just now.
         finalizers.call_first_at_exit()
         self._class = ray.remote(concurrency_groups=GROUPS)(RayWorker).options(
             **{"scheduling_strategy": "SPREAD", **job.ray.options}
         )
-        self._payload = ray.put(payload)
+        self._payload = ray.put(tuple(payload))
         missing = self.session.missing()
         if missing:
             warn(

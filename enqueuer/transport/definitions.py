@@ -1,0 +1,583 @@
+"""The program's classes and functions in its workers: sent by value once, and named afterwards.
+
+    the program   Pickler --a definition, by value, with its id--> the worker makes it, once
+    either side   Pickler --the id of what both have-------------> the other side's own object
+
+A definition is a class or a function that a worker cannot import: of the main module, of one that
+was loaded from a path, or within a function. What arrives under an id that this process knows is
+its own object, and is not written to. In a worker, definitions stand in a module of the same name
+as in the program, so that plain pickle finds those of `__main__` by name on both sides. It comes
+first everywhere, as it is fast; this pickler is for what it refuses.
+
+Any thread may call anything.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import importlib
+import importlib.machinery
+import io
+import linecache
+import marshal
+import os
+import pickle
+import struct
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from pickle import PickleBuffer
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+# Reentrant, as the garbage collector may run under it, and loading what is left does.
+_lock = threading.RLock()
+_by_id: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# Ids of definitions whose state has not been set yet.
+_unfinished: set[str] = set()
+# Those that came last with items or elements: a stream of objects of one class makes it once.
+_recent: collections.deque[Any] = collections.deque(maxlen=256)
+
+received: dict[str, Any] = {}
+"""In a worker, the definitions that came with its source: the program has them, too."""
+
+
+# --- the program that workers see ------------------------------------------------------------
+
+
+class Program(NamedTuple):
+    """What goes to a worker before its source.
+
+    Attributes:
+        main: Attributes of the main module that are no definitions, such as `__file__`.
+        rest: Pickle of the definitions of the main module that the source does not refer to; files
+            that the worker reads may do so.
+        names: Names of these definitions, and their ids.
+        lines: Source lines of code that has no file, such as that of a notebook, by the name of
+            the file in its tracebacks.
+    """
+
+    main: dict[str, Any]
+    rest: bytes
+    names: dict[str, str]
+    lines: dict[str, list[str]]
+
+    def install(self) -> None:
+        """Make this process's main module the program's."""
+        global _program
+        _program = self
+        # Other code may run in the one that was there, as Ray's does.
+        sys.modules["__main__"] = sys.modules[self.main["__name__"]] = _Main("__main__")
+        vars(sys.modules["__main__"]).update(self.main)
+        for file, lines in self.lines.items():
+            linecache.cache[file] = sum(map(len, lines)), None, lines, file
+
+
+# Of a worker.
+_program = Program({}, b"", {}, {})
+
+
+class _Main(ModuleType):
+    """The main module of a worker; it loads what the source did not need when that is wanted."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _program.names:
+            _load_rest()
+            if name in vars(self):
+                return vars(self)[name]
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def _load_rest() -> None:
+    global _program
+    with _lock:
+        rest, main = _program.rest, vars(sys.modules["__main__"])
+        _program = _program._replace(rest=b"", names={})
+        # What functions of the source have set must stay.
+        before = dict(main)
+        for data in pickle.loads(rest) if rest else ():
+            main.update(pickle.loads(data))
+        main.update(before)
+
+
+def program_of(pickler: Pickler) -> Program:
+    """Return what workers need of this program besides a source.
+
+    Args:
+        pickler: Pickler of the source; what it has sent becomes more.
+    """
+    if _program.names:
+        # This is a worker itself.
+        _load_rest()
+    main = sys.modules["__main__"]
+    values = {name: vars(main)[name] for name in _ATTRIBUTES if name in vars(main)}
+    values["__name__"] = main.__name__
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        # Its loader may not be picklable; multiprocessing wants the name.
+        values["__spec__"] = importlib.machinery.ModuleSpec(spec.name, None, origin=spec.origin)
+    left = {
+        name: value
+        for name, value in list(vars(main).items())
+        if isinstance(value, _DEFINITIONS)
+        and (value.__module__, value.__qualname__) == (main.__name__, name)
+        and _ids.get(value) not in pickler.sent
+    }
+    pickles = _pickles_of(left, pickler)
+    names = {name: _ids.get(left[name], "") for name in left}
+    lines = {file: found for file, found in pickler.lines.items() if found}
+    return Program(values, pickle.dumps(pickles) if pickles else b"", names, lines)
+
+
+_ATTRIBUTES = ("__file__", "__package__", "__doc__", "__path__")
+_DEFINITIONS = (type, FunctionType, functools._lru_cache_wrapper)
+# Code and small values; a definition with more has data of its own.
+_MOST_REST_BYTES = 1 << 18
+
+
+def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]:
+    """Return definitions of the main module as pickles; as few as possible, without what fails."""
+    if not definitions:
+        return []
+    file = io.BytesIO()
+    own = Pickler(file, known=pickler.sent, is_rest=True)
+    try:
+        own.dump(dict(definitions))
+    except Exception:
+        is_sent = False
+    else:
+        is_sent = file.tell() <= _MOST_REST_BYTES
+    if is_sent:
+        pickler.sent.update(own.sent)
+        return [file.getvalue()]
+    if len(definitions) == 1:
+        return []
+    alone = [{name: value} for name, value in definitions.items()]
+    return [data for one in alone for data in _pickles_of(one, pickler)]
+
+
+def _module_of(name: str) -> ModuleType:
+    """Return the module of a worker that has the definitions of the program's one."""
+    module = sys.modules.get(name)
+    if module is None:
+        module = sys.modules[name] = ModuleType(name)
+    return module
+
+
+# --- by value, and by id ----------------------------------------------------------------------
+
+
+def _id_of(definition: Any) -> str:
+    """Return the id of a definition, which it gets here if it has none."""
+    with _lock:
+        found = _ids.get(definition)
+        if found is None:
+            found = uuid.uuid4().hex
+            _ids[definition], _by_id[found] = found, definition
+        return found
+
+
+def _find(key: str) -> Any:
+    found = _by_id.get(key)
+    if found is None and key in _program.names.values():
+        _load_rest()
+        found = _by_id.get(key)
+    if found is None:
+        raise pickle.UnpicklingError(
+            "it refers to a class or function of the program that is gone by now"
+        )
+    return found
+
+
+def _receive(
+    key: str, place: tuple[str, str] | None, make: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """Return the definition of an id; make it if this process does not know it.
+
+    Args:
+        key: Its id.
+        place: Module and name of one that came with the source; the module is empty if it does not
+            stand in one. None for what came later.
+        make: Function that makes it.
+        args: Arguments of that function.
+    """
+    found = _by_id.get(key)
+    if found is not None:
+        return found
+    found = make(*args)
+    with _lock:
+        _unfinished.add(key)
+        _ids[found], _by_id[key] = key, found
+    if place is None:
+        _recent.append(found)
+        return found
+    received[key] = found
+    module, name = place
+    if module:
+        setattr(_module_of(module), name, found)
+    return found
+
+
+def _finish(definition: Any, state: tuple[str, Callable[..., Any], Any]) -> None:
+    """Set the state of a definition if it was made just now."""
+    key, set_state, given = state
+    # If the state could not be loaded, the next message brings it again.
+    if key in _unfinished:
+        set_state(definition, given)
+        with _lock:
+            _unfinished.discard(key)
+
+
+class _Globals:
+    """Stands for the globals of a module of the program; arrives as those of the worker's one."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self._module,)
+
+
+def _globals_of(name: str) -> dict[str, Any]:
+    return vars(_module_of(name))
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickles what plain pickle refuses: definitions, and some kinds of objects.
+
+    Args:
+        file: File to which it writes.
+        buffer_callback: As for `pickle.Pickler`.
+        known: Ids of the definitions that the other side has.
+        is_source: Whether a source is pickled: its definitions stay in the worker, and share the
+            globals of their module.
+        is_rest: Whether these are the definitions that the source does not need; of their globals,
+            only plain values go with them.
+        held: What importable modules hold, by its id: the module and the name there. An object of
+            these that cannot be pickled goes by that name.
+
+    Attributes:
+        sent: Definitions that were pickled by value, by their ids.
+        lines: Source lines of code without a file, by the name of the file in its tracebacks.
+    """
+
+    def __init__(
+        self,
+        file: Any,
+        protocol: int = 5,
+        buffer_callback: Callable[[PickleBuffer], Any] | None = None,
+        *,
+        known: Mapping[str, Any] | None = None,
+        is_source: bool = False,
+        is_rest: bool = False,
+        held: Mapping[int, tuple[str, str]] | None = None,
+    ) -> None:
+        super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
+        self.sent: dict[str, Any] = {}
+        self.lines: dict[str, list[str]] = {}
+        self._known = received if known is None else known
+        self._stays = is_source or is_rest
+        self._is_rest = is_rest
+        self._held = held or {}
+        # By the name of a module, whether workers can import it.
+        self._importable: dict[str, bool] = {}
+        self._registered: list[ModuleType] = []
+
+    def dump(self, value: Any) -> None:
+        try:
+            super().dump(value)
+        finally:
+            for module in self._registered:
+                cloudpickle.unregister_pickle_by_value(module)
+            self._registered.clear()
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)):
+            return self._reduce_definition(value)
+        kind = type(value)
+        if kind is CodeType:
+            return self._reduce_code(value)
+        if kind is ModuleType and not self._can_import(value):
+            return _module_of, (value.__name__,), _contents_of(value), None, None, _fill
+        if self._held and id(value) in self._held and not self.can_send(value):
+            return _named, self._held[id(value)]
+        reduce = _REDUCERS.get(kind) or _BY_NAME.get((kind.__module__, kind.__qualname__))
+        if reduce is None and isinstance(value, _BASES):
+            reduce = next(_REDUCERS[base] for base in _BASES if isinstance(value, base))
+        return NotImplemented if reduce is None else reduce(value)
+
+    def can_send(self, value: object) -> bool:
+        """Return whether a value can be pickled as it is, by trying."""
+        return is_picklable(value)
+
+    def _reduce_definition(self, value: Any) -> Any:
+        key = _ids.get(value)
+        if key in self._known:
+            return _find, (key,)
+        self._share_globals(value)
+        module = sys.modules.get(str(value.__module__))
+        can_import = not isinstance(module, ModuleType) or self._can_import(module)
+        reduced = super().reducer_override(value)
+        if reduced is NotImplemented or len(reduced) != _BY_VALUE:
+            return reduced
+        make, args, state, *_, set_state = reduced
+        if isinstance(value, FunctionType) and (self._is_rest or self._held):
+            names = state[1]["__globals__"]
+            state[1]["__globals__"] = dict(filter(None, map(self._global, names.items())))
+        key = _id_of(value)
+        self.sent[key] = value
+        place, name = ("", "") if self._stays else None, value.__qualname__
+        if self._stays and not can_import and vars(module).get(name) is value:
+            place = value.__module__, name
+        return _receive, (key, place, make, args), (key, set_state, state), None, None, _finish
+
+    def _share_globals(self, value: Any) -> None:
+        """Have a function that a worker cannot import share the globals of its module there."""
+        if self._stays and isinstance(value, FunctionType):
+            known = value.__globals__
+            module = sys.modules.get(str(known.get("__name__")))
+            if module is None or vars(module) is not known or id(known) in self.globals_ref:
+                return
+            if not self._can_import(module):
+                self.globals_ref[id(known)] = _Globals(module.__name__)
+
+    def _global(self, item: tuple[str, Any]) -> tuple[str, Any] | None:
+        """Return a global of a function as it travels; None if it stays here."""
+        name, value = item
+        if self._is_rest and not isinstance(value, _PLAIN):
+            return None
+        # Pickle does not ask us about containers.
+        is_held = isinstance(value, (dict, list, set)) and id(value) in self._held
+        return name, _Held(*self._held[id(value)]) if is_held and not self.can_send(
+            value
+        ) else value
+
+    def _can_import(self, module: ModuleType) -> bool:
+        """Return whether workers can import a module; have pickle send it by value if not."""
+        name = module.__name__
+        if name not in self._importable:
+            self._importable[name] = can = _is_found(module)
+            known = cloudpickle.list_registry_pickle_by_value()
+            if not can and name != "__main__" and name in sys.modules and name not in known:
+                cloudpickle.register_pickle_by_value(module)
+                self._registered.append(module)
+        return self._importable[name]
+
+    def _reduce_code(self, code: CodeType) -> Any:
+        """Reduce code as Python's own files have it, with the name of its file."""
+        file = code.co_filename
+        if file not in self.lines and not os.path.exists(file):
+            self.lines[file] = linecache.getlines(file)
+        try:
+            return marshal.loads, (marshal.dumps(code),)
+        except ValueError:
+            # Its constants are none that a compiler makes.
+            return super().reducer_override(code)
+
+
+# Items in what a reducer returns for what it sends by value.
+_BY_VALUE = 6
+# Kinds of values that definitions which the source does not need may bring along.
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), ModuleType, type, FunctionType)
+
+
+def dumps(
+    value: object,
+    known: Mapping[str, Any] | None = None,
+    buffer_callback: Callable[[PickleBuffer], Any] | None = None,
+) -> bytes:
+    """Pickle a value with the definitions that the other side lacks.
+
+    Args:
+        value: Value that plain pickle may refuse.
+        known: Definitions that the other side has, by their ids; those that this worker got with
+            its source by default.
+        buffer_callback: As for `pickle.Pickler`.
+
+    Example:
+        >>> pickle.loads(dumps(lambda: 7))()
+        7
+    """
+    file = io.BytesIO()
+    Pickler(file, buffer_callback=buffer_callback, known=known).dump(value)
+    return file.getvalue()
+
+
+def is_picklable(value: object) -> bool:
+    """Return whether a value can be pickled, by trying."""
+    try:
+        dumps(value, buffer_callback=lambda _: False)
+    except Exception:
+        return False
+    return True
+
+
+def _is_found(module: ModuleType) -> bool:
+    """Return whether a fresh interpreter with this one's path finds a module where it is."""
+    name = module.__name__
+    if name in ("__main__", "__mp_main__") or sys.modules.get(name) is not module:
+        return False
+    file = getattr(module, "__file__", None)
+    parent, _, last = name.rpartition(".")
+    if file is None:
+        # Part of Python, a folder without a file, or made by the package that it belongs to.
+        spec = getattr(module, "__spec__", None)
+        return spec is not None or bool(parent)
+    if parent and parent in sys.modules:
+        if not _is_found(sys.modules[parent]):
+            return False
+        places = getattr(sys.modules[parent], "__path__", [])
+    else:
+        places = sys.path
+    folder, base = os.path.split(file)
+    if base.partition(".")[0] == "__init__":
+        folder, base = os.path.split(folder)
+    if folder in places and base.partition(".")[0] == last:
+        return True
+    for finder in sys.meta_path:
+        # Editable installations and archives have finders of their own.
+        spec = finder.find_spec(name, list(places) if parent else None)
+        if spec is not None:
+            return bool(spec.origin == file)
+    return bool(parent)
+
+
+def held_by_modules() -> dict[int, tuple[str, str]]:
+    """Return what importable modules hold, by its id: the name of the module, and that in it."""
+    held: dict[int, tuple[str, str]] = {}
+    for name, module in list(sys.modules.items()):
+        if name in ("__main__", "__mp_main__") or not isinstance(module, ModuleType):
+            continue
+        found = {
+            id(value): (name, own)
+            for own, value in list(vars(module).items())
+            if not isinstance(value, _PLAIN)
+        }
+        if found and _is_found(module):
+            held = found | held
+    return held
+
+
+class _Held:
+    """Stands for an object that a module holds."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._place = module, name
+
+    def __reduce__(self) -> Any:
+        return _named, self._place
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _contents_of(module: ModuleType) -> dict[str, Any]:
+    left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")
+    return {name: value for name, value in vars(module).items() if name not in left_out}
+
+
+def _fill(module: ModuleType, contents: dict[str, Any]) -> None:
+    for name, value in contents.items():
+        vars(module).setdefault(name, value)
+
+
+# --- kinds of objects that pickle refuses ------------------------------------------------------
+
+
+def _reduce_cached(function: Any) -> Any:
+    """Reduce a cached function that no worker can import; its copy begins with an empty cache."""
+    if "<locals>" not in function.__qualname__ and function.__module__ not in (
+        "__main__",
+        "__mp_main__",
+    ):
+        return NotImplemented
+    sizes = function.cache_parameters()
+    return _cached, (function.__wrapped__, sizes["maxsize"], sizes["typed"])
+
+
+def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _reduce_local(local: threading.local) -> Any:
+    return _object_of, (type(local), dict(vars(local)))
+
+
+def _object_of(kind: Any, attributes: dict[str, Any]) -> Any:
+    found = kind.__new__(kind)
+    vars(found).update(attributes)
+    return found
+
+
+def _reduce_cached_property(value: Any) -> Any:
+    # Before Python 3.12 it has a lock.
+    attributes = {name: part for name, part in vars(value).items() if name != "lock"}
+    return _cached_property, (type(value), attributes)
+
+
+def _cached_property(kind: type, attributes: dict[str, Any]) -> Any:
+    found = _object_of(kind, attributes)
+    if sys.version_info < (3, 12):
+        found.lock = threading.RLock()
+    return found
+
+
+def _reduce_weak(value: Any) -> Any:
+    return type(value), (dict(value),)
+
+
+def _reduce_context_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    # Its default cannot be read.
+    value = variable.get(_MISSING)
+    return _context_variable, (variable.name, *(() if value is _MISSING else (value,)))
+
+
+_MISSING = object()
+
+
+def _context_variable(name: str, *default: Any) -> contextvars.ContextVar[Any]:
+    given: Any = {"default": default[0]} if default else {}
+    return contextvars.ContextVar(name, **given)
+
+
+def _reduce_flags(flags: Any) -> Any:
+    """Reduce the flags of absl: a script defines its own, which a worker would lack."""
+    found = {name: (type(flags[name]), vars(flags[name])) for name in flags}
+    return _flags_of, (flags is sys.modules["absl.flags"].FLAGS, found, flags.is_parsed())
+
+
+def _flags_of(are_all: bool, found: dict[str, tuple[type, dict[str, Any]]], parsed: bool) -> Any:
+    absl = importlib.import_module("absl.flags")
+    flags = absl.FLAGS if are_all else absl.FlagValues()
+    for name, (kind, attributes) in found.items():
+        if name in flags:
+            vars(flags[name]).update(attributes)
+        else:
+            flags[name] = _object_of(kind, attributes)
+    if parsed:
+        flags.mark_as_parsed()
+    return flags
+
+
+# By module and name, as the program may not have imported them.
+_BY_NAME = {("absl.flags._flagvalues", "FlagValues"): _reduce_flags}
+
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    functools._lru_cache_wrapper: _reduce_cached,
+    threading.local: _reduce_local,
+    functools.cached_property: _reduce_cached_property,
+    weakref.WeakKeyDictionary: _reduce_weak,
+    weakref.WeakValueDictionary: _reduce_weak,
+    struct.Struct: lambda value: (struct.Struct, (value.format,)),
+    contextvars.ContextVar: _reduce_context_variable,
+}
+# Those that programs derive classes from.
+_BASES = (threading.local, functools.cached_property)
