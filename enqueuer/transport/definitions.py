@@ -15,6 +15,7 @@ Any thread may call anything.
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -24,14 +25,24 @@ import linecache
 import marshal
 import os
 import pickle
+import re
 import struct
 import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
 from pickle import PickleBuffer
-from types import CodeType, FunctionType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -59,14 +70,14 @@ class Program(NamedTuple):
         main: Attributes of the main module that are no definitions, such as `__file__`.
         rest: Pickle of the definitions of the main module that the source does not refer to; files
             that the worker reads may do so.
-        names: Names of these definitions, and their ids.
+        names: Names of these definitions.
         lines: Source lines of code that has no file, such as that of a notebook, by the name of
             the file in its tracebacks.
     """
 
     main: dict[str, Any]
     rest: bytes
-    names: dict[str, str]
+    names: frozenset[str]
     lines: dict[str, list[str]]
 
     def install(self) -> None:
@@ -81,7 +92,7 @@ class Program(NamedTuple):
 
 
 # Of a worker.
-_program = Program({}, b"", {}, {})
+_program = Program({}, b"", frozenset(), {})
 
 
 class _Main(ModuleType):
@@ -99,7 +110,7 @@ def _load_rest() -> None:
     global _program
     with _lock:
         rest, main = _program.rest, vars(sys.modules["__main__"])
-        _program = _program._replace(rest=b"", names={})
+        _program = _program._replace(rest=b"", names=frozenset())
         # What functions of the source have set must stay.
         before = dict(main)
         for data in pickle.loads(rest) if rest else ():
@@ -131,9 +142,8 @@ def program_of(pickler: Pickler) -> Program:
         and _ids.get(value) not in pickler.sent
     }
     pickles = _pickles_of(left, pickler)
-    names = {name: _ids.get(left[name], "") for name in left}
     lines = {file: found for file, found in pickler.lines.items() if found}
-    return Program(values, pickle.dumps(pickles) if pickles else b"", names, lines)
+    return Program(values, pickle.dumps(pickles) if pickles else b"", frozenset(left), lines)
 
 
 _ATTRIBUTES = ("__file__", "__package__", "__doc__", "__path__")
@@ -186,7 +196,7 @@ def _id_of(definition: Any) -> str:
 
 def _find(key: str) -> Any:
     found = _by_id.get(key)
-    if found is None and key in _program.names.values():
+    if found is None and _program.rest:
         _load_rest()
         found = _by_id.get(key)
     if found is None:
@@ -328,6 +338,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if reduced is NotImplemented or len(reduced) != _BY_VALUE:
             return reduced
         make, args, state, *_, set_state = reduced
+        slots = vars(value).get("__slots__") if isinstance(value, type) else None
+        if slots and len(args) == _OF_CLASS:
+            # A class that has been made gets no slots any more.
+            args[_ATTRIBUTES_OF_CLASS]["__slots__"] = slots
         if isinstance(value, FunctionType) and (self._is_rest or self._held):
             names = state[1]["__globals__"]
             state[1]["__globals__"] = dict(filter(None, map(self._global, names.items())))
@@ -351,7 +365,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _global(self, item: tuple[str, Any]) -> tuple[str, Any] | None:
         """Return a global of a function as it travels; None if it stays here."""
         name, value = item
-        if self._is_rest and not isinstance(value, _PLAIN):
+        if self._is_rest and not _is_plain(value):
             return None
         # Pickle does not ask us about containers.
         is_held = isinstance(value, (dict, list, set)) and id(value) in self._held
@@ -382,10 +396,25 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return super().reducer_override(code)
 
 
-# Items in what a reducer returns for what it sends by value.
+# Items in what cloudpickle returns for what it sends by value; among these, arguments of the
+# function that makes a class, and the place of the attributes with which it is made.
 _BY_VALUE = 6
-# Kinds of values that definitions which the source does not need may bring along.
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), ModuleType, type, FunctionType)
+_OF_CLASS, _ATTRIBUTES_OF_CLASS = 6, 3
+# What definitions that the source does not need may bring along.
+_PLAIN = (
+    *(int, float, complex, str, bytes, bool, type(None), re.Pattern, PurePath, Enum),
+    *(ModuleType, type, FunctionType, BuiltinFunctionType, MethodDescriptorType),
+)
+# Members of a container of these.
+_MOST_MEMBERS = 100
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return len(value) <= _MOST_MEMBERS and all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def dumps(
@@ -408,6 +437,48 @@ def dumps(
     file = io.BytesIO()
     Pickler(file, buffer_callback=buffer_callback, known=known).dump(value)
     return file.getvalue()
+
+
+def announce(value: object) -> None:
+    """Give ids to the local definitions that a value refers to, before workers are forked."""
+    seen: set[int] = set()
+    waiting: list[Any] = [value]
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, (type, FunctionType)) and "<locals>" in part.__qualname__:
+                _id_of(part)
+            waiting.extend(_parts_of(part))
+
+
+def have_announced() -> None:
+    """Remember, in a worker that was forked, that the program has what was announced."""
+    received.update(_by_id)
+
+
+# Objects that are looked at for local definitions; those of a usual source are some dozens.
+_MOST_PARTS = 10_000
+
+
+def _parts_of(value: Any) -> Iterator[Any]:
+    """Yield what a value may have local definitions in; not what lies in containers."""
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            # An empty cell raises ValueError.
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
+        yield from value.__defaults__ or ()
+    elif isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, type):
+        if "<locals>" in value.__qualname__:
+            yield from (*value.__bases__, *vars(value).values())
+    elif not isinstance(value, ModuleType):
+        yield type(value)
+        yield from getattr(value, "__dict__", {}).values()
 
 
 def is_picklable(value: object) -> bool:
@@ -535,12 +606,10 @@ def _reduce_weak(value: Any) -> Any:
 
 
 def _reduce_context_variable(variable: contextvars.ContextVar[Any]) -> Any:
-    # Its default cannot be read.
-    value = variable.get(_MISSING)
-    return _context_variable, (variable.name, *(() if value is _MISSING else (value,)))
-
-
-_MISSING = object()
+    try:
+        return _context_variable, (variable.name, variable.get())
+    except LookupError:
+        return _context_variable, (variable.name,)
 
 
 def _context_variable(name: str, *default: Any) -> contextvars.ContextVar[Any]:

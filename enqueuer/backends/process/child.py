@@ -194,6 +194,9 @@ def main_forked(
     packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
     loaded.limit()
+    definitions = sys.modules.get("enqueuer.transport.definitions")
+    if definitions is not None:
+        definitions.have_announced()
     _work(packets, ends, config, start, lambda: (source, on_error))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import multiprocessing.context
 import multiprocessing.popen_fork
 import os
@@ -431,7 +430,9 @@ class Starter:
             if _is_local(job.source):
                 # Its errors may be local as well, and a worker that has run out of descriptors or
                 # memory could not import what sends them.
-                importlib.import_module("enqueuer.transport.definitions")
+                from enqueuer.transport.definitions import announce
+
+                announce(job.source)
         else:
             # Forked workers do not need it, and its import takes some milliseconds.
             from enqueuer.backends.payload import Handover, pickled_source
