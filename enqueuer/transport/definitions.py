@@ -47,6 +47,8 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from enqueuer.transport.item_codec import is_forked
+
 # Reentrant, as the garbage collector may run under it, and loading what is left does.
 _lock = threading.RLock()
 _by_id: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -245,6 +247,14 @@ def _finish(definition: Any, state: tuple[str, Callable[..., Any], Any]) -> None
             _unfinished.discard(key)
 
 
+def _is_in(module: ModuleType | None, definition: Any) -> bool:
+    """Return whether a module has a definition under its own name."""
+    found: Any = module
+    for name in definition.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is definition
+
+
 class _Globals:
     """Stands for the globals of a module of the program; arrives as those of the worker's one."""
 
@@ -292,7 +302,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
         self.sent: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
-        self._known = received if known is None else known
+        self._is_to_program = known is None
+        if known is None:
+            known = _by_id if is_forked() else received
+        self._known = known
         self._stays = is_source or is_rest
         self._is_rest = is_rest
         self._held = held or {}
@@ -334,6 +347,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self._share_globals(value)
         module = sys.modules.get(str(value.__module__))
         can_import = not isinstance(module, ModuleType) or self._can_import(module)
+        if not can_import and self._is_to_program and is_forked() and _is_in(module, value):
+            # By its name.
+            return NotImplemented
         reduced = super().reducer_override(value)
         if reduced is NotImplemented or len(reduced) != _BY_VALUE:
             return reduced
@@ -348,7 +364,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         key = _id_of(value)
         self.sent[key] = value
         place, name = ("", "") if self._stays else None, value.__qualname__
-        if self._stays and not can_import and vars(module).get(name) is value:
+        if self._stays and not can_import and "." not in name and _is_in(module, value):
             place = value.__module__, name
         return _receive, (key, place, make, args), (key, set_state, state), None, None, _finish
 
@@ -440,7 +456,10 @@ def dumps(
 
 
 def announce(value: object) -> None:
-    """Give ids to the local definitions that a value refers to, before workers are forked."""
+    """Give ids to the local definitions that a value refers to, before workers are forked.
+
+    These know what has an id by then.
+    """
     seen: set[int] = set()
     waiting: list[Any] = [value]
     while waiting and len(seen) < _MOST_PARTS:
@@ -450,11 +469,6 @@ def announce(value: object) -> None:
             if isinstance(part, (type, FunctionType)) and "<locals>" in part.__qualname__:
                 _id_of(part)
             waiting.extend(_parts_of(part))
-
-
-def have_announced() -> None:
-    """Remember, in a worker that was forked, that the program has what was announced."""
-    received.update(_by_id)
 
 
 # Objects that are looked at for local definitions; those of a usual source are some dozens.

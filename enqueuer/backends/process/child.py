@@ -42,6 +42,7 @@ from enqueuer.backends.process.fork_server import readable, serve_forks
 from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.item_codec import note_fork
 from enqueuer.transport.memory import read_payload
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
@@ -194,9 +195,7 @@ def main_forked(
     packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
     loaded.limit()
-    definitions = sys.modules.get("enqueuer.transport.definitions")
-    if definitions is not None:
-        definitions.have_announced()
+    note_fork()
     _work(packets, ends, config, start, lambda: (source, on_error))
 
 
