@@ -26,7 +26,14 @@ from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
-from enqueuer.workers.sources import fingerprint_of, is_async, is_sequence, named, takes_two
+from enqueuer.workers.sources import (
+    fingerprint_of,
+    has_labels,
+    is_async,
+    is_sequence,
+    named,
+    takes_two,
+)
 
 Element = TypeVar("Element", covariant=True)
 
@@ -73,6 +80,7 @@ class TaskSource:
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
         is_async: Whether `map` is an async function.
         is_sequence: Whether workers can fetch single elements, by their index.
+        has_labels: Whether an index of the sequence is a label, and `iloc` takes the place.
         begun: Number of epochs whose beginning was announced to the sequence.
         ended: Number of epochs whose end was announced to the sequence.
     """
@@ -89,6 +97,7 @@ class TaskSource:
     takes_tasks: bool = field(init=False)
     is_async: bool = field(init=False)
     is_sequence: bool = field(init=False)
+    has_labels: bool = field(init=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly
     # once.
     begun: int = field(init=False, default=0)
@@ -102,6 +111,7 @@ class TaskSource:
             self.collate, "collate", "list of results", "tasks"
         )
         self.is_sequence = is_sequence(self.items)
+        self.has_labels = has_labels(self.items)
 
     @property
     def is_finite(self) -> bool:
@@ -217,7 +227,7 @@ class TaskSource:
         if element is FETCH:
             if self.begun <= epoch:
                 self.begin(epoch)
-            element = self.items[index]
+            element = (self.items.iloc if self.has_labels else self.items)[index]
         if self.map is None:
             return element
         if self.takes_task:
@@ -237,7 +247,8 @@ class TaskSource:
         if next(iter(elements)) is FETCH:
             if self.begun <= epoch:
                 self.begin(epoch)
-            elements = map(operator.getitem, repeat(self.items), ticket.indices)
+            items = self.items.iloc if self.has_labels else self.items
+            elements = map(operator.getitem, repeat(items), ticket.indices)
         if self.map is None:
             return elements
         given: list[Iterable[Any]] = [elements]
