@@ -89,7 +89,8 @@ def mix(
 
     Of the first `n` items, the share of each generator differs from its weight by at most
     `1 / sqrt(n)`; in a shard, by at most `2 / n`. The order is always the same for the same names,
-    proportions of the weights and shards. Each generator has random numbers of its own, which depend on its name.
+    proportions of the weights and shards. Each generator has random numbers of its own, which
+    depend on its name.
 
     Args:
         generators: Generator functions, by name. Each takes no argument, or the `Shard`.
