@@ -26,8 +26,10 @@ from enqueuer.common import checks
 from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
+from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import AsyncItems, EventLoop
+from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
@@ -545,17 +547,27 @@ def batched(
         ['ab', 'cd', 'e']
     """
     batch: list[Any] = []
+    watch, seen = SampleWatch(), None
     for sample in samples:
         if sample is None:
             yield None
             continue
+        if not batch:
+            seen = watch.look(sample)
         batch.append(sample)
         # Otherwise it would live on while the loop has its batch.
         del sample
         if len(batch) == size:
+            _check_unchanged(watch, seen, batch)
             yield _collated(batch, collate)
     if batch and not drop_last:
+        _check_unchanged(watch, seen, batch)
         yield _collated(batch, collate)
+
+
+def _check_unchanged(watch: SampleWatch, seen: Any, samples: list[Any]) -> None:
+    if watch.has_changed(seen, samples[0]):
+        warn_of_reuse("a sample of the generator")
 
 
 def _collated(batch: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
@@ -581,8 +593,12 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         ['b', 'a', 'c', 'd']
     """
     buffer: list[Any] = []
+    # No sample has left the buffer until it is full.
+    watch, seen = SampleWatch(), None
 
     def left() -> Iterator[Any]:
+        if seen is not None:
+            _check_unchanged(watch, seen, buffer)
         while buffer:
             at = int(draw() * len(buffer))
             buffer[at], buffer[-1] = buffer[-1], buffer[at]
@@ -592,9 +608,14 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         for sample in samples:
             if sample is not None:
                 if len(buffer) == size:
+                    if seen is not None:
+                        _check_unchanged(watch, seen, buffer)
+                        seen = None
                     at = int(draw() * size)
                     sample, buffer[at] = buffer[at], sample
                 else:
+                    if not buffer:
+                        seen = watch.look(sample)
                     buffer.append(sample)
                     # A worker can stop at each None, also while the buffer is filled.
                     sample = None
