@@ -14,7 +14,6 @@ from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import Restarts
 from enqueuer.backends.pool import WorkerPool
-from enqueuer.backends.random_copies import warn_of_copies
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
@@ -66,8 +65,6 @@ def load(
     if name == "process" and job.workers and job.start_method == "forkserver":
         # The server imports numpy while this process pickles the source.
         fork_server.server.begin()
-    if name != "thread" and job.workers and (len(job.plans()) > 1 or job.may_grow):
-        warn_of_copies(job.source)
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool: WorkerPool[Any] = getattr(importlib.import_module(module), kind)(job)
     # Items that are taken together keep their places until the loop has used them. With a bound in

@@ -1,9 +1,10 @@
-"""Finding a random generator of which each worker process would get a copy.
+"""What each worker process gets a copy of: random generators, and data that the program changes.
 
-    source -> its functions, what their code uses, attributes, members -> a Generator, and its path
+    source -> its functions, what their code uses, attributes, members -> objects, and their paths
 
-The copies draw the same numbers, unlike the global generators, which each worker seeds. No code of
-the user runs here, and nothing is imported.
+The copies of a generator draw the same numbers, unlike the global generators, which each worker
+seeds. A change of the program's own object is not seen in the copies. No code of the user runs
+here, and nothing is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -23,6 +24,7 @@ from enqueuer.backends.stall import warn
 from enqueuer.common.text import an
 from enqueuer.common.trees import attributes_of
 from enqueuer.errors import EnqueuerWarning
+from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.workers.sources import FunctionSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
 
@@ -37,49 +39,120 @@ _KINDS = frozenset(
 )
 # Objects that are looked at. A source of many objects is not followed to its end.
 _MOST_OBJECTS = 2000
+# Members by which the kind of a list is known.
+_FEW = 5
 # Members of one container: the elements of a long list are alike.
 _MOST_MEMBERS = 50
+# Objects whose values are compared at the beginning of each epoch.
+_MOST_WATCHED = 200
+_PLAIN = frozenset({bool, int, float, complex, str, bytes})
 # Our DataLoader leaves the seeds to `worker_init_fn`; all iterators of Hugging Face begin alike.
-_UNSEEN = ("enqueuer.adapters.", "datasets.")
+_UNSEEN = ("enqueuer.adapters.", "enqueuer.monitoring.", "datasets.")
 
 Step = tuple[str, object]
 
 
-def warn_of_copies(source: Source | TaskSource) -> None:
-    """Warn if each worker would get a copy of a random generator, and say where that is."""
-    roots: list[Step] = []
-    if isinstance(source, TaskSource):
-        roots = [("map", source.map), ("collate", source.collate)]
-        if source.is_sequence:
-            roots.append(("the sequence", source.items))
-        instead = "task.rng: map may take the element and its Task"
-    elif isinstance(source, FunctionSource):
-        roots = [(name_of(source.function), source.function)]
-        instead = "shard.rng: the generator function may take its shard"
-    found = _first_generator(roots)
-    if found is not None:
+class Copies:
+    """The objects of a source that its worker processes copy when they start.
+
+    Args:
+        source: Source of the workers.
+    """
+
+    def __init__(self, source: Source | TaskSource) -> None:
+        self._source = source
+        # Digests of plain values, by their paths.
+        self._values = {} if _may_change(source) else _values_of(source)
+
+    def warn_of_generators(self) -> None:
+        """Warn if a random generator is among them, and say where."""
+        found = next((step for step in _reached(self._source) if _is_generator(step[1])), None)
+        if found is None:
+            return
         path, generator = found
         kind = f"{type(generator).__module__.partition('.')[0]} {type(generator).__qualname__}"
+        instead = "shard.rng: the generator function may take its shard"
+        if isinstance(self._source, TaskSource):
+            instead = "task.rng: map may take the element and its Task"
         warn(
             f"each worker process gets a copy of {path} ({an(kind)}), and these copies may draw "
             f"the same random numbers; draw from {instead}",
             EnqueuerWarning,
         )
 
+    def warn_of_changes(self) -> None:
+        """Warn, once, if the program has changed one of them since the workers started."""
+        if not self._values:
+            return
+        now = _values_of(self._source)
+        changed = [path for path, seen in self._values.items() if now.get(path, seen) != seen]
+        if changed:
+            self._values = {}
+            warn(
+                f"{changed[0]} was changed since the workers started, and these do not see it: "
+                "each process has a copy of its own. Call stop() and start() after a change, or "
+                "use backend='thread'; a sequence may change itself in on_epoch_begin()",
+                EnqueuerWarning,
+            )
 
-def _first_generator(roots: Iterable[Step]) -> Step | None:
-    """Return the path to a generator, the shortest one, and the generator."""
-    left, seen = deque(roots), dict[int, object]()
+
+def _may_change(source: Source | TaskSource) -> bool:
+    """Return whether the sequence changes itself, in each process alike."""
+    return isinstance(source, TaskSource) and source.follows_epochs
+
+
+def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
+    """Return digests of the plain values of a source that lie in memory of this process alone."""
+    found: dict[str, Digest] = {}
+    if isinstance(source, TaskSource) and source.is_finite:
+        found["the length of the sequence"] = source.length, 0
+    for path, value in islice(_reached(source), _MOST_WATCHED):
+        if _is_plain(value) or (_is_array(value) and _owns_memory(value)):
+            seen = digest(value)
+            if seen is not None:
+                found[path] = seen
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number or a text, or a list of them; a dict may be a cache."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, islice(value, _FEW)))
+    return type(value) in _PLAIN
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _owns_memory(array: Any) -> bool:
+    """Return whether an array lies neither in a file nor in shared memory."""
+    while _is_array(array.base):
+        array = array.base
+    return array.base is None
+
+
+def _reached(source: Source | TaskSource) -> Iterator[Step]:
+    """Yield each object that travels with a source, and the shortest path to it."""
+    left: deque[Step] = deque(_roots_of(source))
+    # The objects are kept with their ids, which the next ones could get otherwise.
+    seen: dict[int, object] = {}
     while left and len(seen) < _MOST_OBJECTS:
         path, value = left.popleft()
-        if id(value) in seen:
-            continue
-        # Kept with its id, which the next object could get otherwise.
-        seen[id(value)] = value
-        if _is_generator(value):
-            return path, value
-        left.extend((path + step, part) for step, part in _parts_of(value))
-    return None
+        if id(value) not in seen:
+            seen[id(value)] = value
+            yield path, value
+            left.extend((path + step, part) for step, part in _parts_of(value))
+
+
+def _roots_of(source: Source | TaskSource) -> Iterator[Step]:
+    if isinstance(source, TaskSource):
+        yield "map", source.map
+        yield "collate", source.collate
+        if source.is_sequence:
+            yield "the sequence", source.items
+    elif isinstance(source, FunctionSource):
+        yield name_of(source.function), source.function
 
 
 def _is_generator(value: object) -> bool:
