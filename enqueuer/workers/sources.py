@@ -20,6 +20,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import GeneratorType
 from typing import Any, TypeGuard
 
 from enqueuer.common import checks
@@ -199,6 +200,11 @@ def close(iterator: object) -> None:
     """Run the `finally` of a generator, or the `close` of another iterator that has it."""
     if hasattr(iterator, "close"):
         iterator.close()
+
+
+def can_go_on(iterator: object) -> bool:
+    """Return whether an iterator may have more items after it raised an exception."""
+    return not isinstance(iterator, (GeneratorType, AsyncItems))
 
 
 def is_stateful(items: object) -> bool:
@@ -680,10 +686,13 @@ class Samples:
             is_own: Whether nothing else reads these samples, also after an error.
         """
         run = functools.partial(self._run, shard, is_own)
-        if self.shuffle_buffer is not None:
-            return run(iter(items))
-        held: Any = items if is_stateful(items) else iter(items)
-        return _ResumableBatches(held, run) if is_stateful(held) else run(held)
+        if self.shuffle_buffer is None:
+            held: Any = items if is_stateful(items) else iter(items)
+            if is_stateful(held):
+                return _ResumableBatches(held, run)
+            items = held
+        samples = iter(items)
+        return _Restarted(samples, run) if can_go_on(samples) else run(samples)
 
     def identity(self) -> dict[str, int | None]:
         """Return the options that a saved position depends on."""
@@ -700,10 +709,39 @@ class Samples:
             yield from made
         except BaseException as error:
             # Only now, as the user's iterator may be read again after the end of an epoch, and a
-            # running iterator after an error of `collate`.
-            if is_own or isinstance(error, GeneratorExit):
+            # running iterator after an error of `collate`. One that can go on is closed at the end.
+            if isinstance(error, GeneratorExit) or (is_own and not can_go_on(samples)):
                 close(samples)
             raise
+
+
+class _Restarted(Iterator[Any]):
+    """The batches of samples whose iterator can go on after an exception.
+
+    The samples of the batch that was incomplete then are dropped.
+    """
+
+    def __init__(
+        self, samples: Iterator[Any], run: Callable[[Iterator[Any]], Iterator[Any]]
+    ) -> None:
+        self._samples = samples
+        self._run = run
+        # None at the beginning, and after an exception.
+        self._made: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._made is None:
+            self._made = self._run(self._samples)
+        try:
+            return next(self._made)
+        except StopIteration:
+            raise
+        except Exception:
+            self._made = None
+            raise
+
+    def close(self) -> None:
+        close(self._samples if self._made is None else self._made)
 
 
 class _ResumableBatches:
