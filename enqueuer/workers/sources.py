@@ -485,38 +485,6 @@ def has_elements(items: object) -> bool:
     return hasattr(items, "__getitem__")
 
 
-def has_labels(items: object) -> bool:
-    """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
-    # The class is asked, as a dataset may pass on the attributes of its table.
-    return hasattr(type(items), "iloc")
-
-
-def why_no_elements(items: Any) -> str | None:
-    """Return why `[i]` of an object with a length is not its element i; None if it may be.
-
-    No class of a table is imported: they are known by their methods.
-    """
-    kind = type(items)
-    if (has_labels(items) and items.ndim != 1) or hasattr(kind, "itercolumns"):
-        return (
-            f"got {_a(items)}, of which [i] is a column and the length is that of the rows; pass "
-            "its rows, such as frame.to_dict('records') or table.to_pylist(), or range(len(frame)) "
-            "with a map that takes row i (frame.iloc[i])"
-        )
-    is_like_dict = isinstance(items, Mapping)
-    has_keys = hasattr(kind, "__iter__") and callable(getattr(kind, "keys", None))
-    if has_keys and not (is_like_dict or has_labels(items)):
-        # Some tables have keys as well, and iterate over their rows.
-        first, key = next(iter(items), None), next(iter(items.keys()), None)
-        is_like_dict = key is not None and type(first) is type(key) and bool(first == key)
-    if is_like_dict:
-        return (
-            f"got {_a(items)}, of which [i] takes a key and not a place; pass list(...) of its "
-            "keys, values() or items()"
-        )
-    return None
-
-
 def is_sequence(items: object) -> bool:
     """Return whether workers can fetch single elements, by their index.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -28,8 +28,8 @@ from enqueuer.workers.messages import Ticket
 from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
 from enqueuer.workers.sources import (
     fingerprint_of,
-    has_labels,
     is_async,
+    is_indexable,
     is_sequence,
     named,
     takes_two,
@@ -338,6 +338,42 @@ def _fetches_many(kind: type) -> bool:
         if "__getitem__" in vars(base):
             return False
     return False
+
+
+def has_labels(items: object) -> bool:
+    """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
+    # The class is asked, as a dataset may pass on the attributes of its table.
+    return hasattr(type(items), "iloc")
+
+
+def why_no_elements(items: Any) -> str | None:
+    """Return why `[i]` of an object is not its element i; None if it may be.
+
+    No class of a table is imported: they are known by their methods.
+    """
+    kind = type(items)
+    if isinstance(items, Set):
+        return f"got {an(kind.__name__)}, which has no order; pass sorted(...) or list(...) of it"
+    if (has_labels(items) and items.ndim != 1) or hasattr(kind, "itercolumns"):
+        return (
+            f"got {an(kind.__name__)}, of which [i] is a column and the length is that of the rows; "
+            "pass its rows, such as frame.to_dict('records') or table.to_pylist(), or "
+            "range(len(frame)) with a map that takes row i (frame.iloc[i])"
+        )
+    is_like_dict = isinstance(items, Mapping)
+    has_keys = (
+        is_indexable(items) and hasattr(kind, "__iter__") and callable(getattr(kind, "keys", None))
+    )
+    if has_keys and not (is_like_dict or has_labels(items)):
+        # Some tables have keys as well, and iterate over their rows.
+        first, key = next(iter(items), None), next(iter(items.keys()), None)
+        is_like_dict = key is not None and type(first) is type(key) and bool(first == key)
+    if is_like_dict:
+        return (
+            f"got {an(kind.__name__)}, of which [i] takes a key and not a place; pass list(...) of "
+            "its keys, values() or items()"
+        )
+    return None
 
 
 def length_of(sequence: Any) -> int | None:

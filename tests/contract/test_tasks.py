@@ -883,7 +883,7 @@ def test_a_sequence_may_have_keys():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [
-        (({1, 2}, double), {}, TypeError, "needs elements with an order, got a set"),
+        (({1, 2}, double), {}, TypeError, "a set, which has no order; pass sorted"),
         (({0: "a", 1: "b"}, double), {}, TypeError, "a dict, of which .i. takes a key"),
         ((LikeDict(), double), {}, TypeError, "a LikeDict, of which .i. takes a key"),
         ((5, double), {}, TypeError, "a sequence or an iterable, got 5"),
