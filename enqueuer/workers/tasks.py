@@ -356,7 +356,7 @@ def why_no_elements(items: Any) -> str | None:
         return f"got {an(kind.__name__)}, which has no order; pass sorted(...) or list(...) of it"
     if (has_labels(items) and items.ndim != 1) or hasattr(kind, "itercolumns"):
         return (
-            f"got {an(kind.__name__)}, of which [i] is a column and the length is that of the rows; "
+            f"got {an(kind.__name__)}, of which [i] is a column and the length that of the rows; "
             "pass its rows, such as frame.to_dict('records') or table.to_pylist(), or "
             "range(len(frame)) with a map that takes row i (frame.iloc[i])"
         )
