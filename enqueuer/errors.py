@@ -127,7 +127,7 @@ class EmptyEpochWarning(EnqueuerWarning):
 
 
 class OverwrittenDataWarning(EnqueuerWarning):
-    """A batch was changed after it was yielded, before the loop received it."""
+    """A batch, or a sample of one, was changed after it was yielded and before it was needed."""
 
 
 class StallWarning(EnqueuerWarning):

@@ -311,7 +311,8 @@ def of_tasks(rng, function=drawn, make_elements=range, **options):
         elements = make_elements(count)
         return OrderedEnqueuer(elements, function, shuffle, random_seed=SEED, **options, **own)
 
-    return Kind(make, one_is_enough=options.get("on_error", "raise") == "raise")
+    is_certain = options.get("on_error", "raise") == "raise" and options.get("ordered", True)
+    return Kind(make, one_is_enough=is_certain)
 
 
 def tasks(rng):

@@ -13,6 +13,8 @@ import functools
 import mmap
 import operator
 import os
+import pprint
+import sys
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -124,7 +126,8 @@ class ArraySource(EpochBatches[Any]):
 @fingerprint_of.register
 def _fingerprint_of(source: ArraySource) -> dict[str, Any]:
     kinds = tree_map(lambda array: f"{array.dtype}{[*array.shape[1:]]}", source._opened())
-    return fingerprint_of_epochs(source, arrays=shortened(str(kinds)))
+    # The keys of a dict are sorted, as their order changes no batch.
+    return fingerprint_of_epochs(source, arrays=shortened(pprint.pformat(kinds, width=sys.maxsize)))
 
 
 # An array, or a function that maps a file: its first argument is the path.

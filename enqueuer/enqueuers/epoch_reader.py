@@ -120,6 +120,8 @@ class EpochReader:
 
     def following(self) -> EpochReader:
         """Begin the epoch after this one, which is over."""
+        if self.run.copies is not None:
+            self.run.copies.warn_of_changes()
         return EpochReader(self.run, self._workload, self.work.next_epoch(), self._scaling, self)
 
     def pass_work(self, old: Backend, new: Backend) -> None:

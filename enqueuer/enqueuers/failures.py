@@ -21,7 +21,7 @@ from enqueuer.workers import logs
 from enqueuer.workers.messages import Failure, Reported, Ticket
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Seeded, Shard, Task, borrowed_globals
-from enqueuer.workers.sources import LiveSource, Source, close, iterate
+from enqueuer.workers.sources import LiveSource, Source, can_go_on, close, iterate
 from enqueuer.workers.tasks import FETCH, TaskSource
 
 ATTRIBUTE = "enqueuer_origin"
@@ -172,6 +172,10 @@ def item_of(source: Source, place: tuple[int, int, int, int], number: int, seed:
                         f"shard {shard.index} ended after {at} items this time, so there is no "
                         f"item {number}: its generator does not repeat itself"
                     ) from None
+                except Exception:
+                    # It was skipped, if there were items after it.
+                    if at == number or not can_go_on(items):
+                        raise
         finally:
             close(items)
     return item
@@ -191,7 +195,8 @@ MOST_SKIPPED = 1000
 
 _SHARD_ENDED = (
     "; if its generator raised this, it has ended: the rest of its shard is left out in this "
-    "epoch, so catch the error within the generator and call shard.report(error)"
+    "epoch, so catch the error within the generator and call shard.report(error). Another iterator "
+    "ends so after 100 errors in a row"
 )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from enqueuer.common import checks
-from enqueuer.common.text import an
 from enqueuer.enqueuers.core import Endless
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of, iterated
 from enqueuer.enqueuers.options import (
@@ -26,9 +25,14 @@ from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
 from enqueuer.workers.shards import Task
-from enqueuer.workers.sources import is_async, is_indexable, is_sequence, name_of
+from enqueuer.workers.sources import (
+    is_async,
+    is_indexable,
+    is_sequence,
+    name_of,
+)
 from enqueuer.workers.task_loop import ASYNC_CONCURRENCY, MOST_THREADS
-from enqueuer.workers.tasks import Counted, Indexable, TaskSource, length_of
+from enqueuer.workers.tasks import Counted, Indexable, TaskSource, length_of, why_no_elements
 
 T = TypeVar("T")
 
@@ -251,11 +255,8 @@ def _checked_concurrency(value: object, is_auto: bool) -> Concurrency:
 
 def _check_elements(sequence: object, map: object, shuffle: object, collate: object) -> None:
     """Raise TypeError or ValueError unless tasks can be made of these."""
-    if isinstance(sequence, (Mapping, Set)):
-        raise TypeError(
-            f"OrderedEnqueuer needs elements with an order, got {an(type(sequence).__name__)}; "
-            "pass sorted(...) or list(...) of it"
-        )
+    if why := why_no_elements(sequence):
+        raise TypeError(f"OrderedEnqueuer needs elements by their place, {why}")
     checks.function("map", map, "of an element")
     if is_indexable(sequence):
         return

@@ -332,8 +332,9 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
     what no rank has given to its loop: no batch is lost, and none comes twice. The ranks may have
     been at different steps of the same epoch.
 
-    A single state of an `OrderedEnqueuer` without `on_error` is enough if all ranks were at the
-    same step, and none of them had a result of None. Between two epochs, any state is enough.
+    A single state of an `OrderedEnqueuer` with `ordered=True` and without `on_error` is enough if
+    all ranks were at the same step, and none of them had a result of None. Between two epochs,
+    any state is enough.
     `load_state_dict()` takes these from any rank.
 
     Args:
@@ -434,8 +435,9 @@ def _check_others_are_known(state: State, rank: int, world_size: int, may_skip: 
     """Raise StateMismatch unless the state of a rank determines where the others were."""
     if "shards" in state:
         why = "shards may have ended"
-    elif state.get("done"):
-        why = "batches came out of order"
+    elif state["ordered"] is not True:
+        # Also if those of this rank came in order: those of another one may not have.
+        why = f"batches may have come out of order, by ordered={state['ordered']}"
     elif state.get("left_out"):
         why = "results were None or elements were skipped"
     elif may_skip:

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import cast
 
+from enqueuer.backends.copies import Copies
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.load import Backend, load
@@ -256,6 +257,8 @@ class Run:
         # Nothing reads it before the start, which comes right after this.
         self.backend = cast(Backend, None)
         self._job: Job | None = None
+        # What worker processes have copied from this one; None without them.
+        self.copies: Copies | None = None
         # Backends that start. Within each, a signal handler may start another one.
         self._starting: list[Backend] = []
         self.successor: tuple[Backend, int, PassWork] | None = None
@@ -295,6 +298,11 @@ class Run:
             raise
         if timeline is not None:
             backend.at_end = timeline.leave
+        self.copies = None
+        if name != "thread" and job.workers:
+            self.copies = Copies(job.source)
+            if len(job.plans()) > 1 or job.may_grow:
+                self.copies.warn_of_generators()
         # Before it is started: if neither that nor the clean-up is completed, stop() ends it.
         self.owned.add(backend)
         self._starting.append(backend)

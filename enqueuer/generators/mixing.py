@@ -88,8 +88,9 @@ def mix(
     """Return a generator function whose items come from several, in fixed proportions.
 
     Of the first `n` items, the share of each generator differs from its weight by at most
-    `1 / sqrt(n)`; in a shard, by at most `2 / n`. The order is always the same for the same weights
-    and shards. Each generator has random numbers of its own, which depend on its name.
+    `1 / sqrt(n)`; in a shard, by at most `2 / n`. The order is always the same for the same names,
+    proportions of the weights and shards. Each generator has random numbers of its own, which
+    depend on its name.
 
     Args:
         generators: Generator functions, by name. Each takes no argument, or the `Shard`.
@@ -123,7 +124,12 @@ def mix(
     if at_end not in get_args(AtEnd):
         raise ValueError(f"at_end must be 'stop', 'restart' or 'continue', got {at_end!r}")
     sources = {name: _source(name, function) for name, function in generators.items()}
-    return Mixture(sources, _weights(list(generators), weights), at_end)
+    numbers = dict(zip(sources, _weights(list(sources), weights), strict=True))
+    # Of equally urgent turns, the first by name is next, in whatever order the dict was built.
+    # Rounded, weights in the same proportions are the same shares.
+    total = math.fsum(numbers.values())
+    shares = {name: float(f"{numbers[name] / total:.12g}") for name in sorted(numbers)}
+    return Mixture({name: sources[name] for name in shares}, tuple(shares.values()), at_end)
 
 
 def _source(name: object, function: object) -> FunctionSource:
@@ -181,8 +187,8 @@ class Mixture:
     """The generator function that `mix` returns.
 
     Attributes:
-        sources: Sources by name.
-        weights: Weight of each source.
+        sources: Sources by name, sorted.
+        weights: Share of each source.
         at_end: What happens when a source has ended.
     """
 
@@ -330,4 +336,6 @@ class _Mixed:
         self._parts = [part for part in self._parts if part.name in state["parts"]]
         for part in self._parts:
             part.load_state_dict(state["parts"][part.name])
-        self._turns = Turns([part.weight for part in self._parts], state["taken"])
+        taken = dict(zip(state["parts"], state["taken"], strict=True))
+        counts = [taken[part.name] for part in self._parts]
+        self._turns = Turns([part.weight for part in self._parts], counts)

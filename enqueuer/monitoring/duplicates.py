@@ -35,6 +35,8 @@ _ITEM_BUDGET = 32
 _MOST_BYTES = 64 * 1024
 # Values of one item, in all its containers, that are read.
 _MOST_VALUES = 4096
+# Batches of a worker whose first sample is looked at again when they are complete.
+_WATCHED_BATCHES = 16
 # Levels of containers; an item with more may contain itself.
 _MOST_DEEP = 16
 
@@ -119,6 +121,38 @@ class _Beginning:
         self.is_known = is_long or count == _MOST_ITEMS
         are_different = self._are_plain and different == _MOST_ITEMS
         self.is_comparable = are_different or (is_long and different > 1)
+
+
+class SampleWatch:
+    """Look whether the first sample of a batch changes while the others are made.
+
+    A generator with one buffer, or a few, has then written to it again. Samples that are the same
+    object, as a mask that all have, do not change. Only the first batches are looked at.
+
+    Example:
+        >>> watch, buffer = SampleWatch(), np.zeros(4)
+        >>> seen = watch.look(buffer)
+        >>> buffer[0] = 7
+        >>> watch.has_changed(seen, buffer)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._left = _WATCHED_BATCHES
+
+    def look(self, sample: object) -> Digest | None:
+        """Return what is to be given to `has_changed`; None: the batch is not looked at."""
+        if not self._left:
+            return None
+        self._left -= 1
+        return digest(sample)
+
+    def has_changed(self, seen: Digest | None, sample: object) -> bool:
+        """Return whether a sample is not what it was; True at most once."""
+        has_changed = seen is not None and digest(sample) not in (seen, None)
+        if has_changed:
+            self._left = 0
+        return has_changed
 
 
 def digest(value: object) -> Digest | None:

@@ -17,12 +17,15 @@ import importlib
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from enqueuer.common.catching import raised_here
-from enqueuer.errors import StartError
+from enqueuer.errors import OverwrittenDataWarning, StartError
 
+# Attribute of a record that becomes an OverwrittenDataWarning where it arrives.
+IS_REUSE = "enqueuer_is_reuse"
 MULTIPROCESSING_LOGGING = "multiprocessing-logging"
 
 _SIMPLE = (str, int, float, bool, type(None))
@@ -112,9 +115,29 @@ def log_error(error: BaseException, text: str) -> None:
     deliver(record)
 
 
+def warn_of_reuse(what: str) -> None:
+    """Warn, in the process of the loop, of a sample that was changed while it waited.
+
+    Args:
+        what: The sample, in words.
+    """
+    if any(isinstance(handler, Forwarder) for handler in logging.getLogger().handlers):
+        logging.getLogger("enqueuer").warning(what, extra={IS_REUSE: True})
+        return
+    warnings.warn(
+        f"{what} was changed while it waited for the others of its batch, so several samples may "
+        "be the same. The code seems to reuse one buffer: yield or return a copy (sample.copy())",
+        OverwrittenDataWarning,
+        stacklevel=2,
+    )
+
+
 def deliver(record: logging.LogRecord) -> None:
     """Pass a worker's record to the logger of its name in this process."""
     try:
+        if hasattr(record, IS_REUSE):
+            warn_of_reuse(record.getMessage())
+            return
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)

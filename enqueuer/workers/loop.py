@@ -41,13 +41,24 @@ from enqueuer.workers.messages import (
 )
 from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
-from enqueuer.workers.sources import FunctionSource, LiveSource, Source, close, iterate
+from enqueuer.workers.sources import (
+    FunctionSource,
+    LiveSource,
+    Source,
+    can_go_on,
+    close,
+    iterate,
+)
 from enqueuer.workers.task_loop import send_replacement
 
 _log = logging.getLogger("enqueuer")
 
 # Seconds for which items are made again before that is logged: less is not noticed.
 _QUIET_S = 2.0
+
+# Errors of an iterator in a row, without an item in between, after which it is not asked again: it
+# may stay at its place.
+_MOST_FAILURES = 100
 
 _is_given = functools.partial(operator.is_not, None)
 # Stands for a value in the row before the first item.
@@ -128,9 +139,9 @@ def turns(
                 goes_on, has_sent = _send_failure(stream, error, sender, plan.on_error)
                 if not goes_on:
                     return
-                stream.number += 1
                 # A generator that raised has ended.
-                has_more = not stream.in_user_code
+                has_more = not stream.in_user_code or stream.can_go_on()
+                stream.number += 1
             if not has_more:
                 has_sent = True
                 del streams[stream.shard.index]
@@ -264,6 +275,8 @@ class ShardStream:
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
         self._reported = -1, 0
+        # Number of the last item that the iterator raised for, and how many in a row.
+        self._failed = -2, 0
         # Any thread of the generator may report within a bunch.
         self._report_lock = threading.RLock()
 
@@ -271,6 +284,12 @@ class ShardStream:
     def is_behind(self) -> bool:
         """Whether the next item is a replay of one that the loop has received before."""
         return self.number < self._start.number
+
+    def can_go_on(self) -> bool:
+        """Return whether the iterator may have more items; call it once for each error of it."""
+        last, count = self._failed
+        self._failed = self.number, count + 1 if self.number == last + 1 else 1
+        return self._items is not None and can_go_on(self._items) and count < _MOST_FAILURES - 1
 
     def begin(self) -> None:
         """Open an async generator, which runs from now on."""

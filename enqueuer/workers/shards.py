@@ -170,7 +170,9 @@ class Shard(Seeded):
                 "pass sorted(items) instead"
             )
         if isinstance(items, Sequence) or hasattr(items, "ndim"):
-            return items[self.index :: self.count]
+            # A slice of a pandas object may be one of labels.
+            by_place = items.iloc if hasattr(type(items), "iloc") else items
+            return by_place[self.index :: self.count]
         if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             # Not every map-style dataset takes a slice or returns the same elements for it.
             return (items[index] for index in range(self.index, len(items), self.count))

@@ -20,14 +20,17 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import GeneratorType
 from typing import Any, TypeGuard
 
 from enqueuer.common import checks
 from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
+from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import AsyncItems, EventLoop
+from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.shards import Shard, seed_of_shuffle
 
 
@@ -197,6 +200,11 @@ def close(iterator: object) -> None:
     """Run the `finally` of a generator, or the `close` of another iterator that has it."""
     if hasattr(iterator, "close"):
         iterator.close()
+
+
+def can_go_on(iterator: object) -> bool:
+    """Return whether an iterator may have more items after it raised an exception."""
+    return not isinstance(iterator, (GeneratorType, AsyncItems))
 
 
 def is_stateful(items: object) -> bool:
@@ -471,6 +479,9 @@ def has_elements(items: object) -> bool:
     iterable = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
     if isinstance(items, iterable):
         return False
+    # `[i]` of a groupby of pandas selects columns.
+    if any(base.__name__ == "SelectionMixin" for base in type(items).__mro__):
+        return False
     return hasattr(items, "__getitem__")
 
 
@@ -510,17 +521,27 @@ def batched(
         ['ab', 'cd', 'e']
     """
     batch: list[Any] = []
+    watch, seen = SampleWatch(), None
     for sample in samples:
         if sample is None:
             yield None
             continue
+        if not batch:
+            seen = watch.look(sample)
         batch.append(sample)
         # Otherwise it would live on while the loop has its batch.
         del sample
         if len(batch) == size:
+            _check_unchanged(watch, seen, batch)
             yield _collated(batch, collate)
     if batch and not drop_last:
+        _check_unchanged(watch, seen, batch)
         yield _collated(batch, collate)
+
+
+def _check_unchanged(watch: SampleWatch, seen: Any, samples: list[Any]) -> None:
+    if watch.has_changed(seen, samples[0]):
+        warn_of_reuse("a sample of the generator")
 
 
 def _collated(batch: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
@@ -546,8 +567,12 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         ['b', 'a', 'c', 'd']
     """
     buffer: list[Any] = []
+    # No sample has left the buffer until it is full.
+    watch, seen = SampleWatch(), None
 
     def left() -> Iterator[Any]:
+        if seen is not None:
+            _check_unchanged(watch, seen, buffer)
         while buffer:
             at = int(draw() * len(buffer))
             buffer[at], buffer[-1] = buffer[-1], buffer[at]
@@ -557,9 +582,14 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
         for sample in samples:
             if sample is not None:
                 if len(buffer) == size:
+                    if seen is not None:
+                        _check_unchanged(watch, seen, buffer)
+                        seen = None
                     at = int(draw() * size)
                     sample, buffer[at] = buffer[at], sample
                 else:
+                    if not buffer:
+                        seen = watch.look(sample)
                     buffer.append(sample)
                     # A worker can stop at each None, also while the buffer is filled.
                     sample = None
@@ -624,10 +654,13 @@ class Samples:
             is_own: Whether nothing else reads these samples, also after an error.
         """
         run = functools.partial(self._run, shard, is_own)
-        if self.shuffle_buffer is not None:
-            return run(iter(items))
-        held: Any = items if is_stateful(items) else iter(items)
-        return _ResumableBatches(held, run) if is_stateful(held) else run(held)
+        if self.shuffle_buffer is None:
+            held: Any = items if is_stateful(items) else iter(items)
+            if is_stateful(held):
+                return _ResumableBatches(held, run)
+            items = held
+        samples = iter(items)
+        return _Restarted(samples, run) if can_go_on(samples) else run(samples)
 
     def identity(self) -> dict[str, int | None]:
         """Return the options that a saved position depends on."""
@@ -644,10 +677,39 @@ class Samples:
             yield from made
         except BaseException as error:
             # Only now, as the user's iterator may be read again after the end of an epoch, and a
-            # running iterator after an error of `collate`.
-            if is_own or isinstance(error, GeneratorExit):
+            # running iterator after an error of `collate`. One that can go on is closed at the end.
+            if isinstance(error, GeneratorExit) or (is_own and not can_go_on(samples)):
                 close(samples)
             raise
+
+
+class _Restarted(Iterator[Any]):
+    """The batches of samples whose iterator can go on after an exception.
+
+    The samples of the batch that was incomplete then are dropped.
+    """
+
+    def __init__(
+        self, samples: Iterator[Any], run: Callable[[Iterator[Any]], Iterator[Any]]
+    ) -> None:
+        self._samples = samples
+        self._run = run
+        # None at the beginning, and after an exception.
+        self._made: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._made is None:
+            self._made = self._run(self._samples)
+        try:
+            return next(self._made)
+        except StopIteration:
+            raise
+        except Exception:
+            self._made = None
+            raise
+
+    def close(self) -> None:
+        close(self._samples if self._made is None else self._made)
 
 
 class _ResumableBatches:

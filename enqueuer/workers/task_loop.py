@@ -19,14 +19,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, NoReturn
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
+from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.monitoring.meters import WAITING, Meter, clock
 from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop, set_others
+from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.messages import Channel, Empty, End, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan, serve_failure, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
@@ -101,6 +103,7 @@ class TaskWork:
         assert isinstance(plan.source, TaskSource)
         self.source = plan.source
         self.on_error = plan.on_error
+        self.watch = SampleWatch()
         self._sender = sender
 
     def do(self, ticket: Ticket) -> None:
@@ -110,7 +113,11 @@ class TaskWork:
         elements, failed_fetch = self.fetched(ticket)
         if failed_fetch is None:
             try:
-                results.extend(self.source.results_of(ticket, elements))
+                made = iter(self.source.results_of(ticket, elements))
+                results.extend(islice(made, 1))
+                seen = self.watch.look(results[0]) if results else None
+                results.extend(made)
+                self.check_unchanged(seen, results)
             except BaseException as error:
                 failures.append(Raised(error))
         # If one raised StopIteration, that looks like an end, and comes again.
@@ -121,6 +128,11 @@ class TaskWork:
         finally:
             # Otherwise its traceback would refer to itself, through this frame.
             del failures
+
+    def check_unchanged(self, seen: Any, results: list[Any]) -> None:
+        """Warn if the first result of a batch is not what it was when it was made."""
+        if seen is not None and self.watch.has_changed(seen, results[0]):
+            warn_of_reuse("a result of map or __getitem__")
 
     def fetched(self, ticket: Ticket) -> tuple[Sequence[Any], BaseException | None]:
         """Return the elements of a ticket, and the exception of fetching all at once, if it failed.
@@ -284,6 +296,8 @@ class _Batch:
         self._work = work
         self._ticket = ticket
         self._failed_fetch: BaseException | None = None
+        # Digest of the first outcome.
+        self._seen: Any = None
         count = len(ticket.indices)
         self._outcomes: list[Any] = [None] * count
         # Elements from this place on need not be run: an earlier one has failed.
@@ -308,6 +322,8 @@ class _Batch:
         work, ticket, outcome = self._work, self._ticket, None
         if place < self._needed:
             outcome = work.outcome_of(ticket, place, element)
+        if not place:
+            self._seen = work.watch.look(outcome)
         with self._lock:
             self._outcomes[place] = outcome
             if isinstance(outcome, Raised) and work.on_error == "raise":
@@ -315,6 +331,7 @@ class _Batch:
             self._left -= 1
             if self._left:
                 return
+        work.check_unchanged(self._seen, self._outcomes)
         work.send_batch(ticket, [], self._outcomes, self._failed_fetch)
 
 

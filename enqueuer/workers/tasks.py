@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -26,7 +26,14 @@ from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
-from enqueuer.workers.sources import fingerprint_of, is_async, is_sequence, named, takes_two
+from enqueuer.workers.sources import (
+    fingerprint_of,
+    is_async,
+    is_indexable,
+    is_sequence,
+    named,
+    takes_two,
+)
 
 Element = TypeVar("Element", covariant=True)
 
@@ -73,6 +80,7 @@ class TaskSource:
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
         is_async: Whether `map` is an async function.
         is_sequence: Whether workers can fetch single elements, by their index.
+        has_labels: Whether an index of the sequence is a label, and `iloc` takes the place.
         begun: Number of epochs whose beginning was announced to the sequence.
         ended: Number of epochs whose end was announced to the sequence.
     """
@@ -89,6 +97,7 @@ class TaskSource:
     takes_tasks: bool = field(init=False)
     is_async: bool = field(init=False)
     is_sequence: bool = field(init=False)
+    has_labels: bool = field(init=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly
     # once.
     begun: int = field(init=False, default=0)
@@ -102,6 +111,7 @@ class TaskSource:
             self.collate, "collate", "list of results", "tasks"
         )
         self.is_sequence = is_sequence(self.items)
+        self.has_labels = has_labels(self.items)
 
     @property
     def is_finite(self) -> bool:
@@ -217,7 +227,7 @@ class TaskSource:
         if element is FETCH:
             if self.begun <= epoch:
                 self.begin(epoch)
-            element = self.items[index]
+            element = (self.items.iloc if self.has_labels else self.items)[index]
         if self.map is None:
             return element
         if self.takes_task:
@@ -237,7 +247,8 @@ class TaskSource:
         if next(iter(elements)) is FETCH:
             if self.begun <= epoch:
                 self.begin(epoch)
-            elements = map(operator.getitem, repeat(self.items), ticket.indices)
+            items = self.items.iloc if self.has_labels else self.items
+            elements = map(operator.getitem, repeat(items), ticket.indices)
         if self.map is None:
             return elements
         given: list[Iterable[Any]] = [elements]
@@ -327,6 +338,42 @@ def _fetches_many(kind: type) -> bool:
         if "__getitem__" in vars(base):
             return False
     return False
+
+
+def has_labels(items: object) -> bool:
+    """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
+    # The class is asked, as a dataset may pass on the attributes of its table.
+    return hasattr(type(items), "iloc")
+
+
+def why_no_elements(items: Any) -> str | None:
+    """Return why `[i]` of an object is not its element i; None if it may be.
+
+    No class of a table is imported: they are known by their methods.
+    """
+    kind = type(items)
+    if isinstance(items, Set):
+        return f"got {an(kind.__name__)}, which has no order; pass sorted(...) or list(...) of it"
+    if (has_labels(items) and items.ndim != 1) or hasattr(kind, "itercolumns"):
+        return (
+            f"got {an(kind.__name__)}, of which [i] is a column and the length that of the rows; "
+            "pass its rows, such as frame.to_dict('records') or table.to_pylist(), or "
+            "range(len(frame)) with a map that takes row i (frame.iloc[i])"
+        )
+    is_like_dict = isinstance(items, Mapping)
+    has_keys = (
+        is_indexable(items) and hasattr(kind, "__iter__") and callable(getattr(kind, "keys", None))
+    )
+    if has_keys and not (is_like_dict or has_labels(items)):
+        # Some tables have keys as well, and iterate over their rows.
+        first, key = next(iter(items), None), next(iter(items.keys()), None)
+        is_like_dict = key is not None and type(first) is type(key) and bool(first == key)
+    if is_like_dict:
+        return (
+            f"got {an(kind.__name__)}, of which [i] takes a key and not a place; pass list(...) of "
+            "its keys, values() or items()"
+        )
+    return None
 
 
 def length_of(sequence: Any) -> int | None:

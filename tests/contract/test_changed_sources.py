@@ -129,7 +129,12 @@ CHANGED = {
     "weights": (
         lambda: shards(mix({"a": numbers, "b": others}, [1, 2])),
         lambda: shards(mix({"a": numbers, "b": others}, [2, 1])),
-        "weights is {'a': 1.0, 'b': 2.0} in the state and",
+        "weights is {'a': 0.333333333333, 'b': 0.666666666667} in the state and",
+    ),
+    "end": (
+        lambda: shards(mix({"a": numbers, "b": others}, at_end="stop")),
+        lambda: shards(mix({"a": numbers, "b": others}, at_end="continue")),
+        "at_end is 'stop' in the state and 'continue' here",
     ),
     "parts": (
         lambda: shards(mix({"a": numbers, "b": others})),
@@ -345,3 +350,12 @@ def test_saving_at_each_step_takes_less_than_50_us():
         for _ in range(1000):
             enqueuer.state_dict()
         check_prompt(time.thread_time() - began, 0.05)
+
+
+def test_keys_of_arrays_in_another_order_are_the_same_source():
+    x, y = np.arange(80), np.arange(80.0)
+    state = saved(shards(rows(x=x, y={"b": x, "a": y})))
+    later = shards(rows(y={"a": y, "b": x}, x=x))
+    later.load_state_dict(state)
+    with later:
+        assert next(iter(later))["x"].tolist() == [12, 13, 14, 15]

@@ -376,3 +376,26 @@ def test_each_number_arrives_before_the_generator_makes_the_next(backend, tmp_pa
         for number in enqueuer:
             (tmp_path / str(number)).touch()
     assert (tmp_path / "103").exists()
+
+
+def test_objects_of_local_classes_with_slots_arrive(backend):
+    class Point:
+        __slots__ = ("x", "y")
+
+    class Place(Point):
+        __slots__ = "z"
+
+    @dataclasses.dataclass(slots=True)
+    class Pair:
+        one: int
+        other: object = None
+
+    def source(shard):
+        place = Place()
+        place.x, place.z = 1, 3
+        yield place, Pair(1)
+
+    with GeneratorEnqueuer(source, **backend) as enqueuer:
+        ((place, pair),) = list(enqueuer)
+    assert (type(place).__name__, place.x, place.z, hasattr(place, "y")) == ("Place", 1, 3, False)
+    assert (pair.one, pair.other) == (1, None)

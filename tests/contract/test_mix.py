@@ -171,6 +171,43 @@ def test_sources_with_a_state_are_resumed_by_it(backend, at_end, batch_size):
             assert list(later) == whole[count:]
 
 
+SHAPES = [[1, 1, 1], [2, 1, 1], [0.1, 0.3, 0.6], [7, 3, 11]]
+
+
+def cut(weights, order, scale):
+    """Return a mixture of a, b and c in another order, with weights in the same proportions."""
+    parts = {"a": rows_a, "b": rows_b, "c": first}
+    given = {name: weights["abc".index(name)] * scale for name in order}
+    return mix({name: parts[name] for name in order}, given, at_end="continue")
+
+
+@pytest.mark.parametrize("weights", SHAPES, ids=str)
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+@pytest.mark.parametrize("scale", [1, 1 / 3, 0.1])
+def test_the_order_of_the_dict_and_the_scale_of_the_weights_change_nothing(weights, order, scale):
+    whole = list(prefetch(cut(weights, "abc", 1), random_seed=7, shards=2))
+    source = cut(weights, order, scale)
+    assert list(prefetch(source, random_seed=7, shards=2)) == whole
+
+
+@pytest.mark.parametrize("parts", [{"a": rows_a, "b": rows_b}, {"a": first, "b": second}])
+@pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
+def test_a_state_fits_the_same_mixture_in_another_order(parts, at_end):
+    weights = {"a": 9, "b": 1}
+    with GeneratorEnqueuer(mix(parts, weights, at_end=at_end), random_seed=7) as enqueuer:
+        whole = list(enqueuer)
+    turned = dict(reversed(parts.items()))
+    for count in range(0, len(whole), 4):
+        with GeneratorEnqueuer(mix(parts, weights, at_end=at_end), random_seed=7) as enqueuer:
+            for _ in range(count):
+                next(iter(enqueuer))
+            state = json.loads(json.dumps(enqueuer.state_dict()))
+        later = GeneratorEnqueuer(mix(turned, {"b": 0.1, "a": 0.9}, at_end=at_end), random_seed=7)
+        later.load_state_dict(state)
+        with later:
+            assert list(later) == whole[count:]
+
+
 class Loader(Rows):
     """Rows whose iteration is a start, as that of a loader with workers; it notes where."""
 
@@ -235,7 +272,7 @@ def test_none_takes_no_turn():
             yield None
             yield number
 
-    assert list(prefetch(mix({"gaps": gaps, "abc": lambda: iter("abcde")}))) == [
+    assert list(prefetch(mix({"gaps": gaps, "letters": lambda: iter("abcde")}))) == [
         *(0, "a", 1, "b", 2, "c", 3, "d")
     ]
 
@@ -296,7 +333,7 @@ def test_stop_closes_those_that_have_not_ended():
 
 def test_mixtures_can_be_mixed():
     inner = mix({"a": lambda: itertools.repeat("a"), "b": lambda: itertools.repeat("b")})
-    outer = mix({"inner": inner, "c": lambda: iter("ccc")})
+    outer = mix({"inner": inner, "other": lambda: iter("ccc")})
     assert "".join(prefetch(outer)) == "acbcacb"
 
 

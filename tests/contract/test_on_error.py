@@ -95,7 +95,7 @@ def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
 
 
 class Stubborn:
-    """An iterator that raises at item 2 and knows its place."""
+    """An iterator that raises at item 2, knows its place and ends at item 5."""
 
     def __init__(self, shard):
         self.at, self.shard = 0, shard.index
@@ -104,9 +104,11 @@ class Stubborn:
         return self
 
     def __next__(self):
-        if self.at == 2:
-            bad()
+        if self.at == 5:
+            raise StopIteration
         self.at += 1
+        if self.at == 3:
+            bad()
         return self.shard, self.at - 1
 
     def state_dict(self):
@@ -430,3 +432,132 @@ def test_a_report_that_was_told_is_not_told_after_resuming(backend):
     with later:
         assert list(later) == [3, 5]
         assert later.error_count == 2  # the one of before, and another
+
+
+# --- iterators that go on ---
+
+
+class Cursor:
+    """An iterator that raises for some of its numbers, and goes on."""
+
+    def __init__(self, shard=None, bad=(5, 6, 13), count=20):
+        self.numbers = iter(range(count) if shard is None else shard.split(range(count)))
+        self.bad = bad
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        number = next(self.numbers)
+        if number in self.bad:
+            raise ValueError(f"{number} is damaged")
+        return number
+
+
+def damaged(shard):
+    return Cursor(shard)
+
+
+def mapped(shard):
+    return map(whole, shard.split(range(20)))
+
+
+def whole(number):
+    if number in (5, 6, 13):
+        raise ValueError(f"{number} is damaged")
+    return number
+
+
+WHOLE = [number for number in range(20) if number not in (5, 6, 13)]
+
+
+@pytest.mark.parametrize("source", [damaged, mapped])
+def test_an_iterator_that_can_go_on_loses_the_bad_items_only(backend, source):
+    with GeneratorEnqueuer(source, workers=2, on_error="skip", **backend) as enqueuer:
+        for _ in range(2):
+            assert sorted(enqueuer) == WHOLE
+        assert enqueuer.error_count == 6
+    options = dict(on_error=lambda error: -1, shards=1, **backend)
+    assert list(GeneratorEnqueuer(source, **options)) == [
+        -1 if number in (5, 6, 13) else number for number in range(20)
+    ]
+
+
+def test_a_running_iterator_goes_on(backend):
+    if helpers.start_method_of(backend) not in (None, "fork"):
+        pytest.skip("it can only be inherited")
+    assert list(GeneratorEnqueuer(Cursor(), on_error="skip", **backend)) == WHOLE
+
+
+@pytest.mark.parametrize("count", [0, 4, 5, 6, 13])
+def test_a_run_of_an_iterator_that_goes_on_is_resumed(backend, count):
+    options = dict(shards=2, on_error="skip", random_seed=1, **backend)
+    with GeneratorEnqueuer(damaged, **options) as enqueuer:
+        batches = iter(enqueuer)
+        had = [next(batches) for _ in range(count)]
+        state = enqueuer.state_dict()
+    later = GeneratorEnqueuer(damaged, **options)
+    later.load_state_dict(state)
+    with later:
+        assert sorted([*had, *later]) == WHOLE
+        assert later.error_count == 3
+
+
+def test_the_samples_of_an_incomplete_batch_are_dropped(backend):
+    options = dict(shards=1, batch_size=4, collate=list, on_error="skip", **backend)
+    assert list(GeneratorEnqueuer(damaged, **options)) == [
+        *([0, 1, 2, 3], [7, 8, 9, 10], [14, 15, 16, 17], [18, 19])
+    ]
+
+
+def test_samples_of_a_shuffle_buffer_are_not_dropped(backend):
+    options = dict(shards=1, shuffle_buffer=4, on_error="skip", random_seed=1, **backend)
+    assert sorted(GeneratorEnqueuer(damaged, **options)) == WHOLE
+
+
+def test_an_iterator_that_goes_on_is_closed_at_its_end(backend, tmp_path):
+    class Closing(Cursor):
+        def close(self):
+            (tmp_path / "closed").touch()
+
+    def source(shard):
+        return Closing(shard, count=10_000)
+
+    options = dict(shards=1, batch_size=4, collate=list, on_error="skip", max_queue_size=1)
+    with GeneratorEnqueuer(source, **options, **backend) as enqueuer:
+        assert next(enqueuer.get()) == [0, 1, 2, 3]
+    assert (tmp_path / "closed").exists()
+
+
+class Broken(Cursor):
+    def __next__(self):
+        raise OSError("the disk is gone")
+
+
+def broken(shard):
+    return Broken(shard)
+
+
+def test_an_iterator_that_raises_for_ever_ends(backend, caplog):
+    with GeneratorEnqueuer(broken, on_error="skip", shards=1, **backend) as enqueuer:
+        assert list(enqueuer) == []
+        assert enqueuer.error_count == 100
+    assert "ends so after 100 errors in a row" in caplog.text
+    with GeneratorEnqueuer(broken, on_error="skip", max_errors=3, **backend) as enqueuer:
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(enqueuer)
+
+
+def test_without_on_error_the_error_stays(backend):
+    with GeneratorEnqueuer(damaged, shards=1, **backend) as enqueuer:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="5 is damaged"):
+                list(enqueuer)
+
+
+def test_a_later_error_of_an_iterator_that_goes_on_is_made_again(backend):
+    with GeneratorEnqueuer(damaged, shards=1, on_error="skip", max_errors=2, **backend) as enqueuer:
+        with pytest.raises(ValueError, match="13 is damaged") as caught:
+            list(enqueuer)
+        with pytest.raises(ValueError, match="13 is damaged"):
+            enqueuer.replay(caught.value)

@@ -13,6 +13,7 @@ from enqueuer import (
     DuplicateDataWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
+    OverwrittenDataWarning,
     StateMismatch,
     prefetch,
 )
@@ -420,3 +421,78 @@ def test_samples_of_a_buffer_come_before_an_error(backend):
         assert sorted(itertools.islice(items, 5)) == list(range(5))
         with pytest.raises(LookupError, match="no more"):
             next(items)
+
+
+def reused(count):
+    """Return a source of samples that lie in so many buffers in turn."""
+
+    def samples():
+        buffers = [np.zeros(100) for _ in range(count)]
+        for number in range(24):
+            buffers[number % count][:] = number
+            yield {"x": (buffers[number % count], MASK)}
+
+    return samples
+
+
+# Each sample has it, which is no mistake.
+MASK = np.ones(100)
+
+
+def list_of(samples):
+    return [sample["x"][0][0] for sample in samples]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"collate": list_of}, {"shuffle_buffer": 6}],
+    ids=["stack", "collate", "shuffle"],
+)
+def test_a_buffer_that_samples_of_a_batch_share_is_told_of(backend, count, options):
+    source = reused(count)
+    with pytest.warns(OverwrittenDataWarning, match=r"a sample .* was changed .* yield or return"):
+        list(GeneratorEnqueuer(source, batch_size=6, **options, **backend))
+
+
+def test_a_buffer_that_samples_of_a_shuffle_buffer_share_is_told_of(backend):
+    with pytest.warns(OverwrittenDataWarning, match="a sample of the generator was changed"):
+        list(GeneratorEnqueuer(reused(3), shuffle_buffer=50, **backend))
+
+
+def test_samples_that_do_not_change_while_they_wait_are_not_told_of(backend, no_warnings):
+    assert len(list(GeneratorEnqueuer(reused(24), batch_size=6, **backend))) == 4
+    # A buffer is written to again when its batch has been made.
+    batches = list(GeneratorEnqueuer(reused(6), batch_size=6, **backend))
+    assert [batch["x"][0][0, 0] for batch in batches] == [0, 6, 12, 18]
+    rows = np.arange(24).reshape(24, 1)
+    assert len(list(GeneratorEnqueuer(lambda: iter(rows), shuffle_buffer=4, **backend))) == 24
+
+
+class Refilled:
+    """A sequence, and a `map`, that returns one buffer for all elements."""
+
+    def __init__(self):
+        self.buffer = np.zeros(100)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        self.buffer[:] = index
+        return self.buffer
+
+    __call__ = __getitem__
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_buffer_that_results_of_a_batch_share_is_told_of(backend, concurrency):
+    for arguments in [(Refilled(),), (range(24), Refilled())]:
+        with pytest.warns(OverwrittenDataWarning, match="a result of map or __getitem__ was"):
+            list(OrderedEnqueuer(*arguments, batch_size=6, concurrency=concurrency, **backend))
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_constant_result_is_not_told_of(backend, concurrency, no_warnings):
+    options = {"batch_size": 6, "concurrency": concurrency, **backend}
+    assert len(list(OrderedEnqueuer(range(24), lambda _: MASK, **options))) == 4

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import twelve
+from helpers import needs, twelve
 
-from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer import EnqueuerWarning, GeneratorEnqueuer, OrderedEnqueuer, Processes, mix
 
 
 def draws(shard):
@@ -118,3 +118,98 @@ def test_workers_that_are_not_forked_hash_alike():
     ).stdout
     # The seed is the same in another process of this program.
     assert found[0][0] == int(output)
+
+
+class Noisy:
+    """A sequence, and a `map`, with a generator of its own."""
+
+    def __init__(self, rng):
+        self.parts = {"noise": [rng]}
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index, self.parts["noise"][0].random()
+
+    __call__ = __getitem__
+
+
+SHARED = np.random.default_rng(7)
+
+
+def of_module(shard):
+    yield from [SHARED.random() for _ in range(2)]
+
+
+def of_default(shard, rng=np.random.RandomState(7)):  # noqa: B008
+    yield rng.random_sample()
+
+
+def of_closure():
+    rng = random.Random(7)
+
+    def batches(shard):
+        yield rng.random()
+
+    return batches
+
+
+def of_method(draw=SHARED.random):
+    return lambda shard: iter([draw()])
+
+
+HELD = {
+    "global": (lambda: [of_module], "of_module: the global 'SHARED'"),
+    "default": (lambda: [of_default], "of_default: a default argument .a numpy RandomState"),
+    "closure": (lambda: [of_closure()], "the variable 'rng' .a random Random"),
+    "bound method": (lambda: [of_method()], "the variable 'draw'"),
+    "mixture": (lambda: [mix({"a": of_module})], r"sources\['a'\].function: the global 'SHARED'"),
+    "map": (lambda: [range(8), Noisy(SHARED)], r"map.parts\['noise'\]\[0\] .*task.rng"),
+    "sequence": (lambda: [Noisy(random.Random(7))], r"sequence.parts\['noise'\]\[0\] .a random"),
+}
+
+
+def several(arguments, **options):
+    is_tasks = isinstance(arguments[0], (range, Noisy))
+    return (OrderedEnqueuer if is_tasks else GeneratorEnqueuer)(*arguments, **options)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_generator_of_which_each_process_has_a_copy_is_told_of(process, name):
+    make, says = HELD[name]
+    with (
+        pytest.warns(EnqueuerWarning, match=f"each worker process gets a copy of .*{says}"),
+        several(make(), workers=2, **process) as enqueuer,
+    ):
+        list(enqueuer)
+
+
+def test_a_generator_of_torch_is_told_of(process):
+    generator = needs("torch").Generator()
+    with (
+        pytest.warns(EnqueuerWarning, match="the variable 'generator' .a torch Generator"),
+        GeneratorEnqueuer(lambda shard: iter([generator.initial_seed()]), workers=2, **process),
+    ):
+        pass
+
+
+def draws_of_the_globals(shard, draw=random.random):
+    yield draw(), np.random.rand(), random.SystemRandom().random(), shard.rng.random()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", HELD)
+def test_one_worker_has_the_only_generator(process, name, workers, no_warnings):
+    with several(HELD[name][0](), workers=workers, **process) as enqueuer:
+        assert list(enqueuer)
+
+
+def test_generators_that_workers_seed_are_not_told_of(process, no_warnings):
+    with GeneratorEnqueuer(draws_of_the_globals, workers=2, **process) as enqueuer:
+        assert len(list(enqueuer)) == 2
+
+
+def test_threads_share_a_generator(no_warnings):
+    with OrderedEnqueuer(range(8), Noisy(SHARED), workers=2, backend="thread") as enqueuer:
+        assert len({noise for _, noise in enqueuer}) == 8

@@ -3,12 +3,14 @@
 import contextlib
 import ctypes
 import functools
+import mmap
 import multiprocessing
 import os
 import re
 import signal
 import socket
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -17,6 +19,7 @@ from helpers import LIMIT, twelve
 
 from enqueuer import (
     DuplicateDataWarning,
+    EnqueuerWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
     Processes,
@@ -473,3 +476,94 @@ def test_an_object_that_only_forked_workers_share_is_named():
         match=r"variable 'event' \(a multiprocessing.synchronize.Event\) .*get_context\('spawn'\)",
     ):
         GeneratorEnqueuer(lambda: iter([event]), backend=Processes(start_method="spawn")).start()
+
+
+# --- changes between epochs ---
+
+
+class Leveled:
+    """A sequence, or a source of shards, that the program changes between epochs."""
+
+    def __init__(self):
+        self.level, self.rows, self.array = 0, [1, 2, 3], np.arange(4)
+        self.parts = Parts()
+        # May be caches, or are made when they are needed.
+        self.known, self.seen, self.file = {}, set(), None
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index] * 10 + self.level
+
+    def __call__(self, shard):
+        yield from shard.split(self.rows)
+
+
+class Parts:
+    def __init__(self):
+        self.rate = 0.5
+
+
+CHANGES = {
+    "number": (lambda rows: setattr(rows, "level", 5), r"\.level"),
+    "order": (lambda rows: rows.rows.reverse(), r"\.rows"),
+    "array": (lambda rows: rows.array.fill(7), r"\.array"),
+    "part": (lambda rows: setattr(rows.parts, "rate", 0.1), r"\.parts\.rate"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("make", [OrderedEnqueuer, GeneratorEnqueuer])
+def test_a_change_that_processes_do_not_see_is_told_of_once(process, make, name):
+    change, where = CHANGES[name]
+    rows = Leveled()
+    with make(rows, workers=2, **process) as enqueuer:
+        first = list(enqueuer)
+        change(rows)
+        with pytest.warns(EnqueuerWarning, match=rf"{where} was changed .* stop\(\) and start"):
+            assert list(enqueuer) == first
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert list(enqueuer) == first
+
+
+def test_another_length_is_told_of_before_an_index_is_out_of_range(process):
+    rows = Leveled()
+    with OrderedEnqueuer(rows, workers=2, **process) as enqueuer:
+        assert list(enqueuer) == [10, 20, 30]
+        rows.rows.append(4)
+        with (
+            pytest.warns(EnqueuerWarning, match="the length of the sequence was changed"),
+            pytest.raises(IndexError),
+        ):
+            list(enqueuer)
+    with OrderedEnqueuer(rows, workers=2, **process) as enqueuer:
+        assert list(enqueuer) == [10, 20, 30, 40]
+
+
+def test_what_may_be_a_cache_is_no_change(process, no_warnings):
+    rows = Leveled()
+    with OrderedEnqueuer(rows, workers=2, **process) as enqueuer:
+        for number in range(3):
+            assert list(enqueuer) == [10, 20, 30]
+            rows.known[number], rows.file = rows, number or None
+            rows.seen.add(number)
+
+
+def test_memory_that_processes_share_may_change(no_warnings):
+    held = np.frombuffer(mmap.mmap(-1, 80), "i8")
+    rows = Leveled()
+    rows.array = held[::2]
+    with OrderedEnqueuer(rows, workers=2, backend=Processes(start_method="fork")) as enqueuer:
+        for number in range(3):
+            assert list(enqueuer) == [10, 20, 30]
+            held.fill(number)
+
+
+def test_threads_see_a_change(no_warnings):
+    rows = Leveled()
+    with OrderedEnqueuer(rows, backend="thread") as enqueuer:
+        assert list(enqueuer) == [10, 20, 30]
+        rows.level, rows.rows = 5, [1, 2, 3, 4]
+        assert list(enqueuer) == [15, 25, 35, 45]

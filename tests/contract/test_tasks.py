@@ -847,10 +847,45 @@ def test_what_cannot_be_sent_is_named():
         make(map=lambda x: lock, backend=Processes(start_method="forkserver")).start()
 
 
+class LikeDict:
+    """A mapping that does not say so."""
+
+    def __init__(self):
+        self.held = {0: "a", 1: "b"}
+
+    def __len__(self):
+        return len(self.held)
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __getitem__(self, key):
+        return self.held[key]
+
+    def keys(self):
+        return self.held.keys()
+
+
+class RowsWithKeys(LikeDict):
+    """A table with the names of its columns, which iterates over its rows."""
+
+    def __iter__(self):
+        return iter(self.held.values())
+
+    def keys(self):
+        return ["column"]
+
+
+def test_a_sequence_may_have_keys():
+    assert list(OrderedEnqueuer(RowsWithKeys())) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [
-        (({1, 2}, double), {}, TypeError, "needs elements with an order, got a set"),
+        (({1, 2}, double), {}, TypeError, "a set, which has no order; pass sorted"),
+        (({0: "a", 1: "b"}, double), {}, TypeError, "a dict, of which .i. takes a key"),
+        ((LikeDict(), double), {}, TypeError, "a LikeDict, of which .i. takes a key"),
         ((5, double), {}, TypeError, "a sequence or an iterable, got 5"),
         ((double, double), {}, TypeError, "got the function double; call it"),
         ((iter("ab"),), {}, ValueError, "needs map"),

@@ -15,7 +15,14 @@ from helpers import needs_installed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer, Shard, StateMismatch
+from enqueuer import (
+    FrameworkUnavailable,
+    GeneratorEnqueuer,
+    OrderedEnqueuer,
+    OverwrittenDataWarning,
+    Shard,
+    StateMismatch,
+)
 from enqueuer.datasets.files import FileBatches, load_array, load_image, read_list
 
 SEED = 7
@@ -475,3 +482,14 @@ def test_what_the_page_begins_with_runs(tmp_path, monkeypatch, capsys):
     exec(program, {})
     whole, rest = "(64, 224, 224, 3) (64,)", "(36, 224, 224, 3) (36,)"
     assert capsys.readouterr().out.splitlines() == [whole, rest] * 2
+
+
+def test_a_load_that_reuses_its_buffer_is_told_of():
+    buffer = np.zeros(4)
+
+    def load(path):
+        buffer[:] = len(path)
+        return buffer
+
+    with pytest.warns(OverwrittenDataWarning, match="a result of load was changed"):
+        epoch_of(FileBatches(["a", "bb", "ccc"], load, 3))

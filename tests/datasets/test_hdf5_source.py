@@ -32,6 +32,7 @@ from enqueuer.datasets.hdf5 import (  # noqa: E402
 )
 from enqueuer.datasets.hdf5 import source as h5source  # noqa: E402
 from enqueuer.datasets.hdf5.rows import RowReader  # noqa: E402
+from enqueuer.workers.sources import fingerprint_of  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
 
@@ -384,6 +385,14 @@ def test_a_state_of_a_file_that_was_packed_in_other_chunks_is_refused(tmp_path):
 
 
 # --- keys, rows and slices ---
+
+
+def test_only_the_order_of_a_tuple_of_keys_is_that_of_a_batch(path):
+    def found(keys):
+        return fingerprint_of(HDF5Source(path, keys, 4))
+
+    assert found(["x", "row"]) == found(["row", "x"])
+    assert found(("x", "row")) != found(("row", "x"))
 
 
 def test_keys_say_what_a_batch_is(path):

@@ -27,7 +27,9 @@ from enqueuer.datasets.epochs import Batch, EpochBatches, fingerprint_of_epochs
 from enqueuer.enqueuers import options
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import FrameworkUnavailable
+from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.workers.collate import stack
+from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.plan import OnError, may_skip
 from enqueuer.workers.shards import Shard, Task
 from enqueuer.workers.sources import fingerprint_of, name_of, takes_two
@@ -338,6 +340,7 @@ class FileBatches(EpochBatches[Batch]):
             raise ValueError(f"{reason}, but {os.fspath(bare)!r} has no label")
         checks.function("collate", collate, "of a list")
         self._load: Callable[..., Any] = load
+        self._watch = SampleWatch()
         # An interrupted `pack` of this source is resumed only if all plain attributes are the same.
         self._drop_last = bool(drop_last)
         self._with_names = bool(with_names)
@@ -346,14 +349,19 @@ class FileBatches(EpochBatches[Batch]):
 
     def _batch(self, indices: range | np.ndarray, shard: Shard) -> Any:
         """Load a batch; return None if no file can be loaded."""
-        kept, samples = [], []
+        kept: list[int] = []
+        samples: list[Any] = []
+        seen = None
         for index in map(int, indices):
             sample = self._sample(index, shard)
             if sample is not None:
+                seen = seen if samples else self._watch.look(sample)
                 kept.append(index)
                 samples.append(sample)
         if not samples:
             return None
+        if self._watch.has_changed(seen, samples[0]):
+            warn_of_reuse("a result of load")
         batch: tuple[Any, ...] = (self._collated(samples, kept),)
         if self._with_labels:
             batch += (stack([self._labels[index] for index in kept]),)

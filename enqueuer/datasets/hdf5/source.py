@@ -355,7 +355,9 @@ class HDF5Source(Generic[Batch]):
 
 @fingerprint_of.register(HDF5Source)
 def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
-    name, keys = type(source).__qualname__, shortened(", ".join(source._names))
+    # A batch that is a dict is the same with its keys in another order.
+    names = source._names if source._is_tuple else sorted(source._names)
+    name, keys = type(source).__qualname__, shortened(", ".join(names))
     return {"name": name, "file": os.path.basename(source._path), "keys": keys, **source._identity}
 
 
