@@ -152,24 +152,7 @@ class _Pickler(Pickler):
             # Large arrays lie in memory that all workers map.
             if torch is not None and type(value) is torch.Tensor:
                 return reduce_tensor(value)
-        reduced = super().reducer_override(value)
-        if isinstance(reduced, tuple) and "__slots__" in getattr(value, "__dict__", ()):
-            _keep_slots(value, reduced[1])
-        return reduced
-
-
-def _keep_slots(value: Any, arguments: tuple[Any, ...]) -> None:
-    """Give the worker's copy of a class its slots, which cloudpickle leaves out.
-
-    Its objects would come back with a `__dict__`, and could not be loaded here.
-
-    Args:
-        value: The class.
-        arguments: Arguments with which cloudpickle makes it; those of an enumeration have no type
-            in the first place.
-    """
-    if isinstance(value, type) and isinstance(arguments[0], type):
-        arguments[3]["__slots__"] = value.__slots__  # type: ignore[attr-defined]
+        return super().reducer_override(value)
 
     def can_send(self, value: object) -> bool:
         return _can_send(self.shared, {}, value)
