@@ -33,6 +33,14 @@ class BatchTimeout(EnqueuerError, TimeoutError):
     """
 
 
+class ElementTimeout(EnqueuerError, TimeoutError):
+    """An element, or an item of a shard, took longer than `element_timeout`.
+
+    Its worker process was killed and replaced. `on_error` decides as for an exception of the
+    generator. `BatchTimeout` is the limit of the loop's own wait, which ends no worker.
+    """
+
+
 class WorkerError(EnqueuerError, RuntimeError):
     """The generator failed with an exception that cannot, or must not, be raised here.
 

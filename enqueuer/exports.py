@@ -113,7 +113,10 @@ def write_prometheus(
     # The collector reads no file of such a name, and no other writer has the same.
     draft = f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}"
     try:
-        with open(draft, "w", encoding="utf-8") as file:
+        # A name that is there may be a link of another user: "x" does not follow it.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(draft)
+        with open(draft, "x", encoding="utf-8") as file:
             file.write(text)
         os.replace(draft, path)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import dataclasses
@@ -637,6 +638,78 @@ def announced(shard):
     for batch in packable(shard):
         os.write(1, b".")
         yield batch
+
+
+class Hanging:
+    """Hangs at certain elements, or items of shards.
+
+    Args:
+        places: Elements, or pairs of a shard and an item.
+        act: How it hangs.
+        count: Number of items of a shard.
+    """
+
+    def __init__(self, *places, act=hang, count=4):
+        self.places, self.act, self.count = places, act, count
+
+    def __call__(self, element):
+        if element in self.places:
+            self.act()
+        return element
+
+    async def awaited(self, element):
+        if element in self.places:
+            await asyncio.sleep(1000)
+        return element
+
+    def items(self, shard):
+        for number in range(self.count):
+            yield self((shard.index, number))
+
+    def items_from(self, shard, first_item=0):
+        for number in range(first_item, self.count):
+            yield self((shard.index, number))
+
+    def some_items(self, shard):
+        for item in self.items(shard):
+            yield None if item[1] % 2 else item
+
+    async def awaited_items(self, shard):
+        for number in range(self.count):
+            yield await self.awaited((shard.index, number))
+
+    def collate(self, results):
+        if set(results) & set(self.places):
+            self.act()
+        return results
+
+
+class HangingSequence:
+    """A sequence whose `__getitems__` hangs if it is to fetch one of these elements, or more."""
+
+    def __init__(self, *places, alone=True):
+        self.places, self.alone = places, alone
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.alone and index in self.places:
+            hang()
+        return index
+
+    def __getitems__(self, indices):
+        if set(indices) & set(self.places):
+            hang()
+        return indices
+
+
+class SlowToLoad(Hanging):
+    """One that takes a second to be loaded in a worker."""
+
+    def __setstate__(self, state):
+        time.sleep(1)
+        self.__dict__.update(state)
 
 
 class Once:

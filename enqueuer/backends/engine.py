@@ -237,22 +237,22 @@ class Engine(Generic[W]):
                 self._before.pop(worker.index, None)
                 self.pool.discard(worker)
                 return None
-            place = self.schedule.place_of(worker, order)
-            successor = self._successor(worker, place)
+            place, death = self.schedule.place_of(worker, order), worker.death()
+            successor = self._successor(worker, place, death)
             if isinstance(successor, Failure):
                 return self.schedule.give_up(worker, successor)
             if successor is not None:
-                self.schedule.resume(worker, successor, order)
+                self.schedule.resume(worker, successor, order, death.late)
         return None
 
-    def _successor(self, dead: W, place: DeathPlace) -> W | Failure | None:
+    def _successor(self, dead: W, place: DeathPlace, death: Death) -> W | Failure | None:
         """Start a worker in the place of a dead one, whose messages were delivered.
 
         Returns:
             The new worker; the failure, if no more restarts are allowed or the start failed; None
             if `stop()` was called meanwhile.
         """
-        death, restarts, workers = dead.death(), self._restarts, self.pool.workers
+        restarts, workers = self._restarts, self.pool.workers
         if death.error is not None:
             return _failure_of(dead, place, death.message, death)
         if death.counts and not restarts.allowed:

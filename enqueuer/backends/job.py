@@ -65,6 +65,7 @@ class Job:
         on_error: Reaction to an exception of the source.
         max_restarts: Number of dead workers that are replaced; not of threads.
         may_grow: Whether there may be more workers later.
+        element_timeout: Longest time of an element in a worker process, in seconds; None: any.
         longest_wait_s: Longest time of a wait without a deadline, in seconds; None: forever.
         trace: File in which workers record what they do; None: nothing is recorded.
         ray: Options of Ray; used by Ray only.
@@ -87,10 +88,21 @@ class Job:
     threads_per_worker: int | None = None
     keep_freed_memory: bool = True
     may_grow: bool = False
+    element_timeout: float | None = None
     longest_wait_s: float | None = None
     has_globals: bool = True
     trace: TraceTarget | None = None
     ray: RayOptions = RayOptions()
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether a worker process may be started in the place of another one."""
+        return bool(self.max_restarts) or self.element_timeout is not None
+
+    @property
+    def asks_stacks(self) -> bool:
+        """Whether a worker process may be asked for its stack."""
+        return self.longest_wait_s is not None or self.element_timeout is not None
 
     @property
     def elements(self) -> int:

@@ -61,6 +61,8 @@ class Death(NamedTuple):
         exitcode: Exit code of its process; None if it is not known.
         counts: Whether its replacement counts as a restart.
         error: Exception that ended its loop, if it is known; then it is not replaced.
+        late: Failures of what ran for longer than `element_timeout`, by their places, for which the
+            worker was killed.
     """
 
     how: str
@@ -68,6 +70,7 @@ class Death(NamedTuple):
     exitcode: int | None = None
     counts: bool = True
     error: BaseException | None = None
+    late: tuple[Failure, ...] = ()
 
 
 Stack = Sequence[traceback.FrameSummary]

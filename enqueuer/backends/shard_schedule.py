@@ -13,6 +13,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
@@ -565,11 +566,25 @@ class ShardSchedule(Generic[W]):
         number = order.numbers[shard]
         return DeathPlace(shard, number, f"shard {shard}, item {number}")
 
-    def resume(self, dead: W, successor: W, order: ShardOrder) -> None:
-        """Have a new worker go on with the first items that a dead one did not send."""
+    def resume(
+        self, dead: W, successor: W, order: ShardOrder, late: Sequence[Failure] = ()
+    ) -> None:
+        """Have a new worker go on with the first items that a dead one did not send.
+
+        Args:
+            dead: The dead worker.
+            successor: The new one.
+            order: Order of the items.
+            late: See `Death`.
+        """
         current, *ahead = self._epochs
-        rest = Epoch(current.number, order.rest(), turns=order.first_turns())
-        for epoch in (rest, *ahead):
+        starts = order.rest()
+        rest = Epoch(current.number, starts, turns=order.first_turns())
+        rest = rest.of_shards(successor.shards)
+        # A shard that has ended is late in the next epoch, and will be so again.
+        failure = next((one for one in late if one.shard in starts), None)
+        successor.begin(replace(rest, late=failure))
+        for epoch in ahead:
             successor.begin(epoch.of_shards(successor.shards))
 
     def give_up(self, dead: W, failure: Failure) -> Failure | None:

@@ -147,7 +147,7 @@ def report(seconds: float, view: WaitSnapshot, epoch: int) -> str:
     waiting = (
         f"({pluralize(view.waiting, 'finished batch')} wait{'s' * (view.waiting == 1)} behind it)"
     )
-    return "\n".join([head, *([waiting] if view.waiting else []), *map(_line, view.workers)])
+    return "\n".join([head, *([waiting] if view.waiting else []), *map(line_of, view.workers)])
 
 
 def stacks_of_threads(idents: Iterable[int | None]) -> list[Stack | None]:
@@ -237,7 +237,8 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def _line(worker: WorkerSnapshot) -> str:
+def line_of(worker: WorkerSnapshot) -> str:
+    """Return what a worker does, with its stack."""
     shards = ", ".join(map(str, worker.shards))
     of = f", shard{'' if len(worker.shards) == 1 else 's'} {shards}," if shards else ""
     if worker.threads:

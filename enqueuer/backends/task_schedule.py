@@ -459,6 +459,8 @@ class TaskSchedule(Generic[W]):
         self._last = -1
         # The epoch that the loop reads; None until it waits for a task of it.
         self._order: TaskOrder | None = None
+        # Errors of what took too long, by the number of the task and the place in it.
+        self._late: dict[int, dict[int, BaseException]] = {}
         # Dead workers whose death was reported.
         self._reported: set[W] = set()
 
@@ -637,8 +639,10 @@ class TaskSchedule(Generic[W]):
             text = f"task {number - order.end} of {epoch}"
         return DeathPlace(index, number, text)
 
-    def resume(self, dead: W, successor: W, order: TaskOrder) -> None:
-        """Have a new worker do the tasks of a dead one."""
+    def resume(self, dead: W, successor: W, order: TaskOrder, late: Sequence[Failure] = ()) -> None:
+        """Have a new worker do the tasks of a dead one; see `ShardSchedule.resume`."""
+        for failure in late:
+            self._late.setdefault(failure.number, {})[failure.shard] = failure.error
         for number in self._lost():
             self.dispatch.assign(successor, number, self._rerun_ticket(number))
         self.dispatch.forget(dead)
@@ -664,5 +668,6 @@ class TaskSchedule(Generic[W]):
     def _rerun_ticket(self, number: int) -> Any:
         """Return the packed ticket of a task that runs again."""
         self.results.forget_skipped(number)
-        (packed,) = self.dispatch.pack([self.results.tickets[number]])
+        ticket = self.results.tickets[number]._replace(late=self._late.get(number))
+        (packed,) = self.dispatch.pack([ticket])
         return packed

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from enqueuer.common.descriptors import open_no_link
 from enqueuer.common.extras import install_command
 from enqueuer.common.text import pluralize, printable, size, table
 from enqueuer.errors import DataFileError
@@ -377,7 +378,10 @@ def _report(options: argparse.Namespace) -> int:
         which = "another name for the page" if options.output else "a name for the page with -o"
         raise DataFileError(f"{target}: the page would replace the trace; give {which}")
     try:
-        target.write_text(page(recording), encoding="utf-8")
+        # The name that you did not give may be that of a link of another user.
+        opener = None if options.output else open_no_link
+        with open(target, "w", encoding="utf-8", opener=opener) as file:
+            file.write(page(recording))
     except OSError as error:
         text = f"{target}: cannot be written: {error.strerror}"
         raise DataFileError(text, str(target)) from error

@@ -1,7 +1,8 @@
-"""File descriptors that are closed once, and not inherited by forked children."""
+"""File descriptors that are closed once, not inherited by forked children, and not of links."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import weakref
@@ -14,6 +15,23 @@ PORTABLE = "ENQUEUER_PORTABLE"
 def is_portable() -> bool:
     """Return whether to use only what every POSIX system has."""
     return bool(os.environ.get(PORTABLE))
+
+
+def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file of a name that another user can foresee: the `opener` of `open`.
+
+    Raises:
+        OSError: It is a link, by which the other user could have any file overwritten; or it
+            cannot be opened.
+    """
+    try:
+        # Windows has no such flag.
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            text = "this is a symbolic link, perhaps of another user: remove it"
+            raise OSError(errno.ELOOP, text, os.fspath(path)) from None
+        raise
 
 
 class Closable(Protocol):

@@ -283,6 +283,7 @@ class CommonOptions(TypedDict, total=False):
     progress: Progress
     stall_timeout: float | None
     timeout: float | None
+    element_timeout: float | None
     trace: str | os.PathLike[str] | None
 
 
@@ -454,6 +455,11 @@ class Options(Checked):
         timeout: Seconds without a batch after which the loop raises `BatchTimeout`, with the same
             text. No batch is lost: iterating again continues with the next one. None, the
             default: no timeout.
+        element_timeout: Seconds that one element may take in a worker process, or one item of a
+            shard, until it is asked for the next one. Then the worker is killed and replaced,
+            which is no restart of `max_restarts`, and `on_error` decides about an
+            `ElementTimeout`. Only processes can be ended, so it needs `backend="process"`. None,
+            the default: no limit.
         trace: Path of a file for a timeline of each worker and the loop, for Perfetto,
             chrome://tracing and `enqueuer report`. None, the default: nothing is recorded, at no
             cost. `start()` replaces an older trace; any other existing file raises
@@ -487,11 +493,18 @@ class Options(Checked):
     progress: Progress = option(False, _checked_progress)
     stall_timeout: float | None = option(60.0, checks.wait_limit)
     timeout: float | None = option(None, checks.wait_limit)
+    element_timeout: float | None = option(None, checks.wait_limit)
     trace: str | os.PathLike[str] | None = option(None, checks.path)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.rank(self.rank, self.world_size)
+        if self.element_timeout is not None and (self.is_inline or self.backend_name != "process"):
+            raise ValueError(
+                f"element_timeout={self.element_timeout:g} needs backend='process' and workers: "
+                "a thread that hangs cannot be killed, nor can an element of a Ray actor be told. "
+                "timeout=... limits the wait of the loop with any workers"
+            )
 
     @classmethod
     def of(cls, use_multiprocessing: object, given: EnqueuerOptions) -> Options:
@@ -507,9 +520,9 @@ class Options(Checked):
                 "options such as workers go by name"
             )
         _check_names(given)
-        options = cls(**given)
         if use_multiprocessing and given.get("backend") is None:
-            return dataclasses.replace(options, backend="process")
+            return cls(**cast(EnqueuerOptions, {**given, "backend": "process"}))
+        options = cls(**given)
         if options.max_restarts and options.backend_name == "thread":
             warn(
                 "max_restarts has no effect with threads, which do not die apart from the "

@@ -124,7 +124,8 @@ class ElementReader:
             slices = [self._indices[step * size : (step + 1) * size] for step in steps]
             parts = [tuple(_integers(own)) for own in slices]
         numbers = range(number, number + len(steps))
-        rows = zip(numbers, itertools.repeat(self._epoch), parts, itertools.repeat(None))
+        none = itertools.repeat(None)
+        rows = zip(numbers, itertools.repeat(self._epoch), parts, none, none)
         # In a fifth of the time that calls of Ticket take.
         return list(map(tuple.__new__, itertools.repeat(Ticket), rows))
 

@@ -214,6 +214,7 @@ class Workload(Protocol):
             on_error=options.on_error,
             max_restarts=options.max_restarts,
             may_grow=options.is_auto,
+            element_timeout=options.element_timeout,
             longest_wait_s=min(limits, default=None),
             has_globals=options.has_globals,
             ray=backend.for_job() if isinstance(backend, Ray) else RayOptions(),

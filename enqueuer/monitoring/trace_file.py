@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enqueuer.common.catching import raised_here
-from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.descriptors import Descriptor, close_in_children, open_no_link
 from enqueuer.common.text import str_of
 
 # Bytes of a file: about two million events; viewers take no more.
@@ -90,7 +90,7 @@ class Track:
         self._due = 0
         self._fd: Descriptor | None = None
         try:
-            self._fd = Descriptor(os.open(target.path, os.O_WRONLY | os.O_APPEND))
+            self._fd = Descriptor(open_no_link(target.path, os.O_WRONLY | os.O_APPEND))
             close_in_children(self._fd)
             found = os.fstat(self._fd.fileno())
             if (found.st_dev, found.st_ino) != target.file:
@@ -208,14 +208,17 @@ def begin(path: str, last: TraceTarget | None) -> TraceTarget:
         FileExistsError: There is a file, and it is not a trace.
         OSError: The file cannot be created.
     """
-    path, run = os.path.realpath(path), 0 if last is None else last.run + 1
+    path, run = os.path.abspath(path), 0 if last is None else last.run + 1
     with contextlib.suppress(OSError):
         if last is not None and _reopen(path, last.file):
             return TraceTarget(path, last.file, run, os.getpid())
     if os.path.lexists(path):
-        if not is_trace(path):
+        # A link may be of another user, who wants a file somewhere else to be replaced.
+        if os.path.islink(path) or not is_trace(path):
             raise FileExistsError(
-                errno.EEXIST, "trace= names something that is no trace of an enqueuer", path
+                errno.EEXIST,
+                "trace= names a link, or something that is no trace of an enqueuer",
+                path,
             )
         # Not emptied, as another enqueuer may still write to it.
         os.unlink(path)
@@ -229,7 +232,7 @@ def begin(path: str, last: TraceTarget | None) -> TraceTarget:
 
 def _reopen(path: str, last: tuple[int, int]) -> bool:
     """Remove the end of a file that this enqueuer had written; return whether it was there."""
-    with open(path, "r+b") as file:
+    with open(path, "r+b", opener=open_no_link) as file:
         found = os.fstat(file.fileno())
         if (found.st_dev, found.st_ino) != last or found.st_size < len(HEAD) + len(_TAIL):
             return False

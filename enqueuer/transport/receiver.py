@@ -224,7 +224,7 @@ class ItemReceiver:
         self._words, self._frames = ring.words, ring.frames
         self.blocks = BlockMap()
         self.control = ReceiverControl(packets, ring, self.blocks, name)
-        self.meter = ring.meter
+        self.meter, self.watch = ring.meter, ring.watch
         self.position = 0
         self.read: Callable[[], None] = self.control.pump
         self._name, self._room = name, room

@@ -30,6 +30,7 @@ from enqueuer.monitoring import meters
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport.block_map import Lease
 from enqueuer.transport.memory import map_shared, open_nameless
+from enqueuer.workers.plan import WATCH_WORDS
 from enqueuer.workers.task_loop import MOST_THREADS
 
 # Nanoseconds: about as long as to sleep and to be woken.
@@ -113,7 +114,9 @@ _WORDS_BYTES = _METER_AT + 8 * meters.WORDS
 # Places for numbers of 4 bytes.
 _RELEASED_PLACES = 4096
 _CLAIMS_AT = _WORDS_BYTES + 4 * _RELEASED_PLACES
-_FRAMES_AT = _CLAIMS_AT + 8 * MOST_THREADS
+_WATCH_AT = _CLAIMS_AT + 8 * MOST_THREADS
+# Those of the worker's own thread, and of two for each coroutine.
+_FRAMES_AT = _WATCH_AT + 8 * WATCH_WORDS * (1 + 2 * MOST_THREADS)
 
 # Bytes of frames that wait; the cache of a core holds them all.
 RING_BYTES = 448 * 1024
@@ -138,6 +141,7 @@ class Ring:
         claims: Words for the tickets that the worker has taken: each is 0, or 1 + a token. A
             worker with several threads has one for each ticket that is not done; others use the
             first one, for the ticket that was taken last.
+        watch: Words of the worker's `Watch`.
         fence: Full memory barrier: the other side sees what was stored before it, before anything
             is loaded after it.
     """
@@ -149,7 +153,8 @@ class Ring:
         self.frames = view[_FRAMES_AT:]
         self.sizes = self.frames.cast("I")
         self.released = view[_WORDS_BYTES:_CLAIMS_AT].cast("I")
-        self.claims = view[_CLAIMS_AT:_FRAMES_AT].cast("Q")
+        self.claims = view[_CLAIMS_AT:_WATCH_AT].cast("Q")
+        self.watch = view[_WATCH_AT:_FRAMES_AT].cast("q")
         self.fence = _make_fence()
 
     @classmethod

@@ -70,6 +70,7 @@ class EventLoop:
         thread: Its thread.
         items: Iterators over the async generators that run on it.
         last: The one of which an item was taken last.
+        watch: See `Plan`; it counts no time in which a coroutine waits for its turn.
 
     Raises:
         OSError: The system has no descriptors for the loop.
@@ -92,6 +93,7 @@ class EventLoop:
         self.asyncio = asyncio
         self.items: set[AsyncItems] = set()
         self.last: AsyncItems | None = None
+        self.watch: Any = None
         self._loop = asyncio.new_event_loop()
         self._turns = asyncio.Semaphore(count)
         self._check = check
@@ -130,7 +132,8 @@ class EventLoop:
         ident = threading.get_ident()
         self._awaited[ident] = coroutine
         try:
-            value, error = self._run(self._in_turn(coroutine))
+            begin = list if self.watch is None else self.watch.pause()
+            value, error = self._run(self._in_turn(coroutine, begin))
         finally:
             del self._awaited[ident]
             # It has not begun if it was cancelled before its turn.
@@ -165,10 +168,11 @@ class EventLoop:
             raise
 
     async def _in_turn(
-        self, coroutine: Coroutine[Any, Any, Any]
+        self, coroutine: Coroutine[Any, Any, Any], begin: Callable[[], object]
     ) -> tuple[Any, BaseException | None]:
         try:
             async with self._turns:
+                begin()
                 return await coroutine, None
         except BaseException as error:
             if self._is_cancelled:

@@ -39,7 +39,15 @@ from enqueuer.workers.messages import (
     Sender,
     Start,
 )
-from enqueuer.workers.plan import OnError, Plan, may_skip, serve_failure, skip_or_end
+from enqueuer.workers.plan import (
+    OnError,
+    Plan,
+    Watch,
+    WatchedItems,
+    may_skip,
+    serve_failure,
+    skip_or_end,
+)
 from enqueuer.workers.shards import Shard, collect_reports, do_nothing
 from enqueuer.workers.sources import (
     FunctionSource,
@@ -140,7 +148,7 @@ def turns(
                 if not goes_on:
                     return
                 # A generator that raised has ended.
-                has_more = not stream.in_user_code or stream.can_go_on()
+                has_more = not stream.in_user_code or stream.goes_on or stream.can_go_on()
                 stream.number += 1
             if not has_more:
                 has_sent = True
@@ -170,7 +178,11 @@ def _streams_of(
     if isinstance(source, FunctionSource) and source.is_async:
         shared = loop or stack.enter_context(contextlib.closing(EventLoop.of_caller()))
         source = replace(source, loop=shared)
-    streams = {shard.index: ShardStream(source, shard, starts[shard], replay) for shard in shards}
+    late = {} if epoch.late is None else {epoch.late.shard: epoch.late}
+    streams = {
+        s.index: ShardStream(source, s, starts[s], replay, plan.watch, late.get(s.index))
+        for s in shards
+    }
     for stream in streams.values():
         stack.callback(stream.close)
     if loop is not None:
@@ -259,9 +271,18 @@ class ShardStream:
         number: Number of the next item.
         in_user_code: Whether the user's code runs, or has raised.
         state_at_end: State of a running iterator at its end, if it has one.
+        goes_on: Whether it is to be opened behind an item that took too long.
     """
 
-    def __init__(self, source: Source, shard: Shard, start: Start, replay: Replay) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shard: Shard,
+        start: Start,
+        replay: Replay,
+        watch: Watch | None = None,
+        late: Failure | None = None,
+    ) -> None:
         self.shard = shard
         self.number = 0
         self.in_user_code = False
@@ -271,10 +292,16 @@ class ShardStream:
         # None until it is open.
         self._items: Iterator[Any] | None = None
         self._replayed = replay
+        self._watch = watch
+        # Failure of the item with which it begins.
+        self._late = late
+        self.goes_on = False
         self._stateful: Any = None
         self._reports = collect_reports(shard)
         # Number of the item before which reports were sent last, and how many of them.
         self._reported = -1, 0
+        # Whether the iterator may have more after an exception.
+        self._can_go_on = False
         # Number of the last item that the iterator raised for, and how many in a row.
         self._failed = -2, 0
         # Any thread of the generator may report within a bunch.
@@ -289,11 +316,11 @@ class ShardStream:
         """Return whether the iterator may have more items; call it once for each error of it."""
         last, count = self._failed
         self._failed = self.number, count + 1 if self.number == last + 1 else 1
-        return self._items is not None and can_go_on(self._items) and count < _MOST_FAILURES - 1
+        return self._can_go_on and count < _MOST_FAILURES - 1
 
     def begin(self) -> None:
         """Open an async generator, which runs from now on."""
-        if self._start.state is None:
+        if self._start.state is None and self._late is None:
             self._open()
 
     def advance(self, sender: Sender, alone: bool) -> bool:
@@ -392,10 +419,18 @@ class ShardStream:
                 send(Reported(self.shard.index, number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
+        least, first = self._replayed.least, 0
         wanted, state, behind, _ = self._start
-        first = 0
+        if self._late is not None:
+            # All before it was sent, or None. A replacement may have been sent for it.
+            self.number = max(self._late.number, wanted - least)
+            error, self._late = self._late.error, None
+            self.goes_on = self._source.can_begin_anywhere
+            raise error
+        if self.goes_on:
+            wanted, least, self.goes_on = self.number, 0, False
         if state is None and self._source.can_begin_anywhere:
-            first = max(0, wanted - self._replayed.least)
+            first = max(0, wanted - least)
         try:
             opened = self._source.open(self.shard, first, wanted - first if state is None else 0)
             items, self._stateful = iterate(opened, state, not wanted)
@@ -405,6 +440,9 @@ class ShardStream:
         if state is None and self._source.can_begin_anywhere:
             self._stateful = None
         self.number = first if state is None else wanted - behind
+        self._can_go_on = can_go_on(items)
+        if self._watch is not None:
+            items = WatchedItems(items, self._watch, self.shard.index, self.number)
         self._items = items
         return items
 

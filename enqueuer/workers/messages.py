@@ -92,12 +92,14 @@ class Ticket(NamedTuple):
         epoch: Number of the epoch, from 0.
         indices: Indices of the elements: one, or those of a batch.
         elements: The elements, if only the reader has them; None if the worker has all.
+        late: Errors of what took too long in another worker, by its place; None: nothing did.
     """
 
     number: int
     epoch: int
     indices: tuple[int, ...]
     elements: tuple[Any, ...] | None = None
+    late: Mapping[int, BaseException] | None = None
 
 
 class Start(NamedTuple):
@@ -182,6 +184,7 @@ class Epoch:
             at its beginning of the one before. None if it is not known.
         is_awaited: Whether the loop waits for one of these shards first, of those that do not
             begin with their first item.
+        late: Failure of an item that took too long in another worker: its shard goes on with it.
     """
 
     number: int
@@ -192,6 +195,7 @@ class Epoch:
     given: tuple[int, str] | None = None
     turns: tuple[int, ...] = ()
     is_awaited: bool = True
+    late: Failure | None = None
 
     @property
     def log(self) -> str | None:

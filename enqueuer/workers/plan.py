@@ -2,23 +2,102 @@
 
 Epoch   --Plan.of()-->     the start of each shard
 Failure --skip_or_end()--> sent as it is, or sent as skipped, with a replacement to be sent
+Watch   --run()----------> words that the loop's process reads, with `element_timeout`
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from enqueuer.errors import Closed, StateMismatch
+from enqueuer.monitoring.meters import clock
 from enqueuer.workers.messages import Epoch, Failure, Sender, Start
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import Source
+from enqueuer.workers.sources import Source, close
 from enqueuer.workers.tasks import TaskSource
 
 OnError = Literal["raise", "skip"] | Callable[[Exception], Any]
 """Handling of an exception: raise it, skip the item, or call a function for a replacement."""
+
+
+# Words of each thread: when it began what it runs, 0 if it runs nothing; then the shard, or the
+# place of the element in its ticket, and the number of the item, or of the task.
+WATCH_WORDS = 3
+# Places of what is done for all elements of a ticket at once.
+FETCHING, COLLATING = -1, -2
+
+
+class Watch:
+    """What the code of the user does in each thread of a worker, and since when.
+
+    The process of the loop reads the words, also of a worker that hangs, is stopped or was killed.
+
+    Args:
+        words: Words of all threads, all 0.
+
+    Example:
+        >>> from array import array
+        >>> words = memoryview(array("q", [0] * 3 * WATCH_WORDS))
+        >>> watch = Watch(words)
+        >>> watch.run(1, 7, lambda: (words[0] > 0, words[1], words[2])), words[0]
+        ((True, 1, 7), 0)
+    """
+
+    def __init__(self, words: memoryview[int]) -> None:
+        self._words = words
+        self._lock = threading.Lock()
+        self._used = 0
+        self._own = threading.local()
+
+    def run(self, place: int, number: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of the user; `place` may be the index of a shard."""
+        words = self._words
+        try:
+            at = self._own.at
+        except AttributeError:
+            with self._lock:
+                at = self._own.at = self._used
+                self._used += WATCH_WORDS
+        words[at + 1], words[at + 2] = place, number
+        # Last, as the others count only with it.
+        words[at] = clock()
+        try:
+            return function(*args)
+        finally:
+            words[at] = 0
+
+    def pause(self) -> Callable[[], None]:
+        """Let no time count for what this thread runs until the returned function is called."""
+        words, at = self._words, self._own.at
+        words[at] = 0
+        return lambda: words.__setitem__(at, clock())
+
+
+class WatchedItems(Iterator[Any]):
+    """The items of a shard, each of which is watched while it is made.
+
+    Args:
+        items: The items.
+        watch: Record of the worker.
+        shard: Index of the shard.
+        number: Number of the first one.
+    """
+
+    def __init__(self, items: Iterator[Any], watch: Watch, shard: int, number: int) -> None:
+        self._items, self._watch = items, watch
+        self._shard, self._number = shard, number
+
+    def __next__(self) -> Any:
+        self._number += 1
+        return self._watch.run(self._shard, self._number - 1, next, self._items)
+
+    def close(self) -> None:
+        """Close the items."""
+        close(self._items)
 
 
 @dataclass(frozen=True)
@@ -31,6 +110,7 @@ class Plan:
         count: Number of all shards.
         random_seed: Seed of the enqueuer.
         on_error: Handling of an exception of the source.
+        watch: Record of what runs, for `element_timeout`; None: there is no limit.
     """
 
     source: Source | TaskSource
@@ -38,6 +118,7 @@ class Plan:
     count: int
     random_seed: int
     on_error: OnError = "raise"
+    watch: Watch | None = None
 
     @property
     def shard_source(self) -> Source:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
-from enqueuer.workers.plan import OnError, Plan, serve_failure
+from enqueuer.workers.plan import OnError, Plan, Watch, serve_failure
 from enqueuer.workers.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
@@ -84,6 +84,7 @@ class WorkerConfig(NamedTuple):
         source: Source | TaskSource,
         on_error: OnError,
         channel: Any,
+        watch: Watch | None = None,
     ) -> None:
         """Run the loop of a worker until there are no more orders.
 
@@ -93,8 +94,9 @@ class WorkerConfig(NamedTuple):
             source: Source that it runs.
             on_error: Handling of an exception of the source.
             channel: Channel of the worker.
+            watch: See `Plan`.
         """
-        plan = Plan(source, shards, self.shard_count, self.random_seed, on_error)
+        plan = Plan(source, shards, self.shard_count, self.random_seed, on_error, watch)
         seeds = TaskSeeds() if isinstance(source, TaskSource) else GlobalStreams()
         after_import(FRAMEWORKS, seeds.seed_imported)
         enter: Callable[[Any], None] = seeds.enter

@@ -30,7 +30,7 @@ from enqueuer.monitoring.meters import WAITING, Meter, clock
 from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop, set_others
 from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.messages import Channel, Empty, End, Failure, Sender, Ticket
-from enqueuer.workers.plan import Plan, serve_failure, skip_or_end
+from enqueuer.workers.plan import COLLATING, FETCHING, Plan, serve_failure, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.tasks import FETCH, TaskSource
 
@@ -62,7 +62,8 @@ def serve_tasks(plan: Plan, channel: Channel, enter: Callable[[Task], None] | No
             it for each task would take longer than many tasks do.
     """
     work = TaskWork(plan, channel)
-    source, do = work.source, work.send if work.source.is_plain else work.do
+    source, is_plain = work.source, work.source.is_plain and plan.watch is None
+    do = work.send if is_plain else work.do
     enter = enter if enter is not None and source.runs_code else do_nothing
     with contextlib.suppress(Closed):
         while (ticket := channel.next_ticket()) is not None:
@@ -105,13 +106,30 @@ class TaskWork:
         self.on_error = plan.on_error
         self.watch = SampleWatch()
         self._sender = sender
+        self._watch = plan.watch
+
+    def _timed(self, ticket: Ticket, place: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Call code of the user; raise instead if that took too long in another worker.
+
+        Args:
+            ticket: The ticket.
+            place: Place of the element in it, `FETCHING` or `COLLATING`.
+            function: Function that calls the code.
+            args: Its arguments.
+        """
+        if ticket.late and place in ticket.late:
+            raise ticket.late[place]
+        if self._watch is None:
+            return function(*args)
+        return self._watch.run(place, ticket.number, function, *args)
 
     def do(self, ticket: Ticket) -> None:
         """Send the result of a ticket, or `Empty`, and before that a failure for each error."""
         results: list[Any] = []
         failures: list[Raised] = []
         elements, failed_fetch = self.fetched(ticket)
-        if failed_fetch is None:
+        # With a time limit each element is called for by itself.
+        if failed_fetch is None and self._watch is None:
             try:
                 made = iter(self.source.results_of(ticket, elements))
                 results.extend(islice(made, 1))
@@ -140,15 +158,16 @@ class TaskWork:
         If they are then fetched one by one, the element at fault raises its own error.
         """
         try:
-            return self.source.elements_of(ticket), None
+            return self._timed(ticket, FETCHING, self.source.elements_of, ticket), None
         except BaseException as error:
             return [FETCH] * len(ticket.indices), error
 
     def outcome_of(self, ticket: Ticket, place: int, element: Any) -> Any:
         """Return the result of one element of a ticket, or what it raised."""
         source, index = self.source, ticket.indices[place]
+        given = index, ticket.epoch, source.random_seed, element
         try:
-            return source.result(index, ticket.epoch, source.random_seed, element)
+            return self._timed(ticket, place, source.result, *given)
         except BaseException as error:
             return Raised(error)
 
@@ -188,13 +207,14 @@ class TaskWork:
             ticket: The ticket.
             results: Results of its elements; None: its only one is to be made, of a plain source.
         """
-        number, epoch, indices, _ = ticket
+        number, epoch, indices, _, _ = ticket
         source = self.source
         try:
             if results is None:
                 value = source.result(indices[0], epoch, source.random_seed)
             else:
-                value = source.item_of(ticket, results, source.random_seed)
+                given = ticket, results, source.random_seed
+                value = self._timed(ticket, COLLATING, source.item_of, *given)
         except BaseException as error:
             failure: Failure | None = Failure(0, number, error)
         else:
@@ -251,6 +271,8 @@ def serve_concurrently(
     except (RuntimeError, OSError) as error:
         serve_failure(error, (), channel)
         return
+    if threads.loop is not None:
+        threads.loop.watch = plan.watch
     work = TaskWork(plan, channel.share(threads))
     enter = enter if enter is not None and source.runs_code else do_nothing
     try:

@@ -5,9 +5,9 @@ import threading
 import time
 
 import pytest
-from helpers import LIMIT, Disturbed, needs, retry_if_disturbed
+from helpers import LIMIT, Disturbed, hang, needs, retry_if_disturbed
 
-from enqueuer import InvalidState
+from enqueuer import ElementTimeout, InvalidState
 from enqueuer.exports import line
 
 torch = needs("torch")
@@ -48,6 +48,38 @@ def test_concurrency_works_without_workers():
     later = DataLoader(Together(), 4, concurrency=4)
     later.load_state_dict(loader.state_dict())
     assert lists(later) == [[4, 5, 6, 7]]
+
+
+class HangsAtFive(Rows):
+    def __getitem__(self, index):
+        if index == 5:
+            hang()
+        return index
+
+
+@pytest.mark.parametrize(
+    ("on_error", "between"),
+    [("skip", []), (lambda error: [type(error).__name__], "ElementTimeout")],
+)
+def test_a_batch_that_hangs_is_left_out_or_replaced(on_error, between):
+    loader = DataLoader(HangsAtFive(), 2, num_workers=2, on_error=on_error, element_timeout=1)
+    first, second, *others = list(loader)
+    assert (first.tolist(), second.tolist(), others[-1].tolist()) == ([0, 1], [2, 3], [6, 7])
+    assert [*map(list, others[:-1])] == ([[between]] if between else [])
+
+
+def test_a_batch_that_hangs_raises_and_the_loop_may_go_on():
+    batches = iter(DataLoader(HangsAtFive(), 2, num_workers=2, element_timeout=1))
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ElementTimeout, match="in hang"):
+        next(batches)
+    assert [batch.tolist() for batch in batches] == [[6, 7]]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "backend": "thread"}], ids=str)
+def test_only_worker_processes_limit_the_time_of_a_batch(options):
+    with pytest.raises(ValueError, match="element_timeout=3 needs backend='process'"):
+        DataLoader(Rows(), element_timeout=3, **options)
 
 
 def test_options_of_workers_are_refused_without_them(tmp_path):

@@ -319,6 +319,17 @@ def test_a_trace_is_replaced_and_any_other_file_is_not(tmp_path):
         assert path.read_text() == text
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_not_followed(tmp_path, is_there):
+    link, precious = tmp_path / "trace.json", tmp_path / "precious"
+    if is_there:
+        precious.touch()
+    link.symlink_to(precious)
+    with pytest.raises(FileExistsError, match="names a link"):
+        GeneratorEnqueuer(twelve, trace=link).start()
+    assert precious.exists() == is_there and link.is_symlink()
+
+
 def test_a_folder_that_is_not_there_is_told_at_the_start(tmp_path):
     with pytest.raises(FileNotFoundError):
         GeneratorEnqueuer(twelve, trace=tmp_path / "no" / "run.json").start()

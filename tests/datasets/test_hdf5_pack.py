@@ -387,6 +387,63 @@ def test_a_file_that_is_there_is_not_replaced(tmp_path):
 # --- interruptions ---
 
 
+@pytest.fixture
+def precious(tmp_path):
+    """A file that another user wants to have overwritten, by a link to it."""
+    path = tmp_path / "precious"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+def three(shard):
+    yield np.zeros(3)
+
+
+@pytest.mark.parametrize("name", ["pack.json", "finished"])
+def test_a_link_in_the_folder_of_the_parts_is_not_followed(tmp_path, precious, name):
+    folder = tmp_path / "a.h5.parts"
+    folder.mkdir()
+    (folder / name).symlink_to(precious)
+    before = precious.stat().st_mtime_ns
+    with pytest.raises(OSError, match="symbolic link, perhaps of another user"):
+        pack(three, tmp_path / "a.h5", shards=2, backend="thread")
+    assert precious.stat().st_mtime_ns == before
+
+
+def test_a_link_in_the_place_of_a_draft_is_replaced(tmp_path, precious):
+    folder = tmp_path / "a.h5.parts"
+    folder.mkdir()
+
+    def batches(shard):
+        (folder / f"a.h5.{os.getpid()}.tmp").symlink_to(precious)
+        yield np.zeros(3)
+
+    assert pack(batches, tmp_path / "a.h5", shards=1, backend="thread") == 3
+
+
+def test_the_folder_of_the_parts_may_not_be_a_link(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "thesis.tmp").touch()
+    (tmp_path / "a.h5.parts").symlink_to(work)
+    with pytest.raises(DataFileError, match="it is no folder of yours"):
+        pack(three, tmp_path / "a.h5", shards=2, backend="thread")
+    assert [path.name for path in work.iterdir()] == ["thesis.tmp"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_the_folder_of_the_parts_may_not_be_another_users(tmp_path):
+    folder = tmp_path / "a.h5.parts"
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+    with pytest.raises(DataFileError, match="it is no folder of yours"):
+        pack(three, tmp_path / "a.h5", shards=2, backend="thread")
+    # Its owner may exchange the folder anyway.
+    os.chown(tmp_path, 12345, -1)
+    assert pack(three, tmp_path / "a.h5", shards=2, backend="thread") == 6
+
+
 def test_errors_of_the_source_arrive_and_what_was_finished_is_kept(tmp_path, backend):
     ran = tmp_path / "ran"
     ran.mkdir()

@@ -75,7 +75,7 @@ def test_every_error_and_warning_is_explained():
 
 def test_the_page_of_messages_finds_those_of_each_class():
     # Their texts are put together from parts: the list of errors has them.
-    composed = {"BatchTimeout", "BlockMemoryError", "StallWarning", "WorkerDied"}
+    composed = {"BatchTimeout", "BlockMemoryError", "ElementTimeout", "StallWarning", "WorkerDied"}
     messages = runpy.run_path(str(DOCS / "messages.py"))["messages"]()
     listed = {kind for kind, texts in messages.items() if texts}
     assert error_classes() - {"EnqueuerError"} - composed <= listed

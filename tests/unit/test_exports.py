@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import threading
 import time
 
@@ -96,6 +97,16 @@ def test_the_page_of_prometheus_is_replaced_in_one_step(stats, tmp_path):
         assert reader.read() == prometheus(stats)
     assert page.read_text() == prometheus(stats, {"rank": "0"})
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_a_link_in_the_place_of_the_draft_is_not_followed(stats, tmp_path):
+    path, precious = tmp_path / "run.prom", tmp_path / "precious"
+    precious.write_text("mine")
+    draft = tmp_path / f"run.prom.{os.getpid()}.{threading.get_ident()}"
+    draft.symlink_to(precious)
+    write_prometheus(path, stats)
+    assert precious.read_text() == "mine" and path.read_text() == prometheus(stats)
+    assert not path.is_symlink() and not os.path.lexists(draft)
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one_and_no_draft(stats, tmp_path):

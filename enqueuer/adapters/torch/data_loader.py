@@ -32,7 +32,7 @@ _DataLoader: Any = torch.utils.data.DataLoader
 
 # Options of an iteration's enqueuer, whose names are those of the arguments. Each argument is an
 # attribute of its name, as trainers build a loader again from these attributes.
-_OPTIONS = ("backend", "max_restarts", "on_error", "stall_timeout", "trace")
+_OPTIONS = ("backend", "max_restarts", "on_error", "stall_timeout", "element_timeout", "trace")
 # Attributes that torch does not set; before 2.6 `in_order` is one of them.
 _OWN = (*_OPTIONS, "concurrency", "round_robin", "in_order")
 # Arguments that decide the samples and their order, which a rebuilt loader is given.
@@ -119,6 +119,9 @@ class DataLoader(_DataLoader):
             thread-safe, and `__getitems__` is not called.
         stall_timeout: Seconds without a batch after which a warning shows where each worker is;
             60 by default. None: no warning.
+        element_timeout: Seconds that a worker process may take for a batch, with all its samples.
+            Then it is killed and replaced, and `on_error` decides about an `ElementTimeout`, as
+            if the `collate_fn` had raised it. None, the default: no limit.
         round_robin: Whether worker `i` of `n` makes batches `i`, `i + n` and so on, as with torch.
             None, the default: only where the result may depend on what a worker did before: with
             a `worker_init_fn`, or a random generator in the dataset. Otherwise a free worker takes
@@ -163,6 +166,7 @@ class DataLoader(_DataLoader):
         on_error: OnError = "raise",
         concurrency: int = 1,
         stall_timeout: float | None = 60.0,
+        element_timeout: float | None = None,
         trace: str | os.PathLike[str] | None = None,
         round_robin: bool | None = None,
     ) -> None:
@@ -327,7 +331,10 @@ def _check(loader: DataLoader) -> None:
     checks.positive("concurrency", loader.concurrency)
     loader.in_order = checked_order("in_order", loader.in_order)
     given: Any = loader._attributes(_OPTIONS)
-    is_thread = Options(**given).backend_name == "thread" or loader._has_threads
+    if loader.num_workers == 0 or loader._has_threads:
+        # Options do not know of these.
+        given["backend"] = "thread"
+    is_thread = Options(**given).backend_name == "thread"
     if loader.round_robin and (loader._is_auto or is_thread):
         raise ValueError("round_robin=True needs a fixed number of worker processes")
     if loader.num_workers == 0 and loader.on_error != "raise":

@@ -51,7 +51,7 @@ from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
-from enqueuer.workers.plan import OnError, serve_failure
+from enqueuer.workers.plan import OnError, Watch, serve_failure
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
@@ -99,12 +99,14 @@ class ProcessConfig(NamedTuple):
         parent_environment: Environment of the parent; None if the workers are forked.
         thread_limits: Environment variables that limit the threads of native libraries.
         keep_freed_memory: Whether the C library keeps the memory that is freed.
+        is_watched: Whether the worker records what it runs, for `element_timeout`.
     """
 
     worker: WorkerConfig
     parent_environment: ParentEnvironment | None
     thread_limits: dict[str, str]
     keep_freed_memory: bool
+    is_watched: bool
 
 
 class ProcessStart(NamedTuple):
@@ -314,7 +316,8 @@ def _work(
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         if source.has_threads:
             sender = SharedSender(channel)
-        config.worker.serve(start.worker, start.shards, source, on_error, sender)
+        watch = Watch(ends.ring.watch) if config.is_watched else None
+        config.worker.serve(start.worker, start.shards, source, on_error, sender, watch)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker
         os._exit(_GRANDCHILD)

@@ -26,7 +26,7 @@ import pickle
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -51,7 +51,7 @@ from enqueuer.backends.process.fork_server import (
 from enqueuer.backends.stall import decode_threads, parse
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Closable, Descriptor, close_in_children, is_portable
-from enqueuer.errors import StartError
+from enqueuer.errors import ElementTimeout, StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.transport.memory import write_payload
@@ -62,7 +62,8 @@ from enqueuer.transport.ring import LIMIT, Ring, open_ring
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
-from enqueuer.workers.messages import Epoch
+from enqueuer.workers.messages import Epoch, Failure
+from enqueuer.workers.plan import COLLATING, FETCHING, WATCH_WORDS
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -205,6 +206,8 @@ class ProcessWorker:
         stacks: Where it writes its stack if it is asked; None: it is never asked.
         exitcode: Exit code of the process, once it is known.
         gone: Whether the pidfd has shown its end.
+        late: The limit and where it was when it was killed, as an element took too long; and when
+            what it ran then had begun, by the place in its words. None: it was not killed.
         began: When it was started.
     """
 
@@ -219,6 +222,7 @@ class ProcessWorker:
     state: WorkerState = WorkerState.STARTING
     exitcode: int | None = None
     gone: bool = False
+    late: tuple[str, str, Mapping[int, int]] | None = None
     began: int = field(default_factory=clock)
     is_leaving: bool = False
 
@@ -237,12 +241,35 @@ class ProcessWorker:
 
     def death(self) -> Death:
         """Return how it ended, once it is dead, with a remedy."""
+        if self.late is not None:
+            how = f"was killed, as an element took longer than {self.late[0]}"
+            return Death(how, f"{self} {how}.", self.exitcode, counts=False, late=self._late())
         how = _how_it_ended(self.exitcode)
         advice = _ADVICE.get(
             self.exitcode, "Look for os._exit or a crash in the libraries that the generator uses."
         )
         message = f"{self} {how}; what it had sent was delivered. {advice}"
         return Death(how, message, self.exitcode)
+
+    def runs(self) -> dict[int, int]:
+        """Return when what it runs now has begun, by the place in its words; see `Watch`."""
+        times = enumerate(self.inbox.watch[::WATCH_WORDS].tolist())
+        return {at * WATCH_WORDS: began for at, began in times if began}
+
+    def _late(self) -> tuple[Failure, ...]:
+        """Return the failures of what it was killed for, without what it has completed since."""
+        assert self.late is not None, "it was killed"
+        (limit, where, late), now, words = self.late, self.runs(), self.inbox.watch
+        found = []
+        for at in [at for at, began in late.items() if now.get(at) == began]:
+            shard, number = words[at + 1], words[at + 2]
+            what, advice = _CALLS.get(shard, "an element"), "give it more time, or leave it out"
+            if self.shards:
+                what = f"item {number} of shard {shard}"
+                advice += "; behind it, only a function with first_item=0 goes on"
+            text = f"{what} took longer than {limit}, so its worker was killed: {advice}"
+            found.append(Failure(shard, number, ElementTimeout(f"{text}. {where}")))
+        return tuple(found)
 
     def measure(self, has_threads: bool) -> WorkerStats:
         """Return what it has done so far; `has_threads`: several run the elements."""
@@ -350,6 +377,8 @@ def open_pidfd(process: Launched) -> Descriptor | None:
     return pidfd
 
 
+# What was called if not one element took too long.
+_CALLS = {FETCHING: "the call that fetches all elements of a batch", COLLATING: "collate"}
 _ADVICE: dict[int | None, str] = {
     -signal.SIGKILL: "Unless you killed it, the system was probably out of memory: try fewer "
     "workers, smaller batches or a smaller max_queue_size.",
@@ -457,7 +486,8 @@ class Starter:
         fork = job.start_method == "fork"
         around = None if fork else ParentEnvironment.of_this_process()
         worker = WorkerConfig(job.shards, job.random_seed, levels, job.trace)
-        return ProcessConfig(worker, around, self._thread_limits, job.keep_freed_memory)
+        is_watched, keep = job.element_timeout is not None, job.keep_freed_memory
+        return ProcessConfig(worker, around, self._thread_limits, keep, is_watched)
 
     @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
@@ -483,7 +513,7 @@ class Starter:
             StartError: It cannot be started.
         """
         # With tasks, all plans are alike.
-        plan, is_asked = self._plans[index % len(self._plans)], self._job.longest_wait_s is not None
+        plan, is_asked = self._plans[index % len(self._plans)], self._job.asks_stacks
         start = ProcessStart(index, plan.shards, self._credit(index), is_asked, len(self._shared))
         # What only the worker needs is closed here once it has started; the rest, if it does not.
         with contextlib.ExitStack() as passed, contextlib.ExitStack() as undo:
@@ -537,7 +567,7 @@ class Starter:
         """Give the memory of the payload back once no other worker can need it."""
         job = self._job
         is_last = index + 1 == len(self._plans)
-        if self._payload is not None and is_last and not (job.max_restarts or job.may_grow):
+        if self._payload is not None and is_last and not (job.may_replace or job.may_grow):
             self._payload.close()
             for shared in self._shared:
                 shared.close()

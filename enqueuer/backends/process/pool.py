@@ -29,13 +29,13 @@ from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import NoRoom, WorkerPool, WorkerSnapshot, WorkerState
 from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
-from enqueuer.backends.stall import warn
+from enqueuer.backends.stall import line_of, warn
 from enqueuer.common import interrupts
 from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
-from enqueuer.monitoring.meters import WorkerStats
+from enqueuer.monitoring.meters import WorkerStats, clock
 from enqueuer.transport.memory import remove_names_of
 from enqueuer.transport.ring import Spin
 from enqueuer.workers import logs
@@ -44,6 +44,8 @@ from enqueuer.workers.tasks import TaskSource
 # Until the first frame of a worker. A longer wait is a deadlock: imports come after that frame.
 START_TIMEOUT_S = 60.0
 
+# A part of `element_timeout`, after which elements that began soon after a late one are late, too.
+_GRACE = 16
 # Seconds between the end of a process and its exit code.
 _EXITCODE_S = 1.0
 
@@ -165,6 +167,9 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         limit = self._started + START_TIMEOUT_S
         if starting is not None:
             deadline = limit if deadline is None else min(deadline, limit)
+        if self._job.element_timeout is not None:
+            until = self._end_late(int(1e9 * self._job.element_timeout))
+            deadline = until if deadline is None else min(deadline, until)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
         ready = self._poller.poll(timeout)
         for fd, _ in ready:
@@ -181,6 +186,27 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 "cause is a lock that another thread held: use "
                 "backend=Processes(start_method='forkserver')"
             )
+
+    def _end_late(self, limit_ns: int) -> float:
+        """Kill workers in which an element takes too long; return when to look again."""
+        until = clock() + limit_ns
+        for worker in self.workers:
+            if worker.state is not WorkerState.RUNNING or worker.late is not None:
+                continue
+            end = min(worker.runs().values(), default=clock()) + limit_ns + limit_ns // _GRACE
+            if end > clock():
+                until = min(until, end)
+                continue
+            ask_stacks([worker])
+            now = clock()
+            late = {at: began for at, began in worker.runs().items() if began + limit_ns <= now}
+            # An exception between the two would leave a worker that has no reason to be dead.
+            with interrupts.held():
+                if late:
+                    limit = f"element_timeout={limit_ns / 1e9:g} s"
+                    worker.late = limit, line_of(worker.snapshot()), late
+                    worker.send_signal(signal.SIGKILL)
+        return until / 1e9
 
     def _read(self, worker: ProcessWorker) -> None:
         """Read the messages of a worker, and reap it if it has ended."""

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import inspect
 import json
 import os
+import stat
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from typing import IO, Any
 import numpy as np
 
 from enqueuer.common import checks
+from enqueuer.common.descriptors import open_no_link
 from enqueuer.common.text import an
 from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, parts_folder, readable
 from enqueuer.datasets.hdf5.rows import escaped
@@ -489,8 +492,8 @@ def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[P
     with contextlib.ExitStack() as stack:
         stack.callback(_running.pop, target)
         try:
-            folder.mkdir(exist_ok=True)
-            file = stack.enter_context(open(folder / _MANIFEST, "a+b"))
+            _make_folder(folder)
+            file = stack.enter_context(open(folder / _MANIFEST, "a+b", opener=open_no_link))
         except OSError as error:
             raise DataFileError(f"{folder} cannot be written: {error}", str(folder)) from error
         _lock(file, target)
@@ -509,7 +512,24 @@ def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[P
             return
         # Workers that were killed and replaced may have left files.
         _remove(folder, "*.tmp")
-        (folder / _FINISHED).touch()
+        with open(folder / _FINISHED, "ab", opener=open_no_link):
+            pass
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of the parts, unless there is one into which no other user puts files."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        return
+    found = folder.lstat()
+    # The owner of the folder around it can exchange all in it anyway. On Windows, all have 0.
+    owners = {folder.parent.stat().st_uid, getattr(os, "geteuid", int)()}
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners:
+        raise OSError(
+            errno.EEXIST,
+            "it is no folder of yours, but a link, a file or the folder of another user, who "
+            "could exchange its files; remove it, or choose another name",
+        )
 
 
 def _resumed_seed(folder: Path, file: IO[bytes], run: Mapping[str, Any]) -> int:
@@ -626,7 +646,9 @@ def whole(path: Path, folder: Path) -> Iterator[Any]:
     temporary = folder / f"{path.name}.{os.getpid()}.tmp"
     try:
         with guarded(temporary):
-            file = h5py.File(temporary, "w")
+            # A name that is there may be a link of another user: "x" does not follow it.
+            temporary.unlink(missing_ok=True)
+            file = h5py.File(temporary, "x")
         try:
             yield file
         except BaseException:
