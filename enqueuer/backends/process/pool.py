@@ -57,7 +57,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
         self.dispatch = QueueDispatch(
-            self.workers, job.start_method == "fork", one_each=job.source.tickets_at_once > 1
+            self.workers, job.start_method == "fork", one_each=job.source.has_threads
         )
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
