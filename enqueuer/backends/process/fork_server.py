@@ -241,6 +241,9 @@ def fresh_interpreter(
 
 # Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
 _SERVER_START_S = 60.0
+# Seconds in which no signal handler ends the wait for a fork. It takes longer than the interval of
+# some alarms, and with each of them all would be tried again.
+_PATIENCE_S = 1.0
 # For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
 _ONE_THREAD = dict.fromkeys(native.THREAD_VARIABLES, "1")
 # Seconds until a fork server whose socket was closed has ended.
@@ -348,7 +351,10 @@ class Server:
                 fds = [end.fileno() for end in (its, sock, lifeline)]
                 # There is no room if the server has not read what interrupted starts have sent.
                 is_sent = self._packets.send(b"+", fds, wait=False)
-            if not is_sent or not interrupts.interruptible(readable, status, _SERVER_START_S):
+            if not is_sent or not (
+                readable(status, _PATIENCE_S)
+                or interrupts.interruptible(readable, status, _SERVER_START_S)
+            ):
                 raise TimeoutError
             answer = status.recv(ANSWER.size)
             if not answer:
