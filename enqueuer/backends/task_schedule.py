@@ -566,7 +566,7 @@ class TaskSchedule(Generic[W]):
         """Put all that has come in the reorder buffer; return a worker whose end is new."""
         arrived, ended = self._arrived, None
         for worker in self._workers:
-            inbox, state = worker.inbox, worker.state
+            inbox = worker.inbox
             while (message := inbox.head()) is not False:
                 if message is True:
                     arrived.extend(inbox.items(_ALL, self._taken))
@@ -575,11 +575,18 @@ class TaskSchedule(Generic[W]):
                     # An exception before this repeats the step, without harm.
                     inbox.remove(message)
             inbox.acknowledge()
-            if state is not _RUNNING and state in HAS_ENDED and worker not in self._reported:
+            # Only now, as `head` may find out that a worker has ended. What a thread or an actor
+            # has sent since then comes first.
+            if worker.state is not _RUNNING and self._is_over(worker):
                 ended = worker
         if arrived:
             self.results.put_all(arrived)
         return ended
+
+    def _is_over(self, worker: W) -> bool:
+        """Return whether a worker has ended, with nothing left in its inbox, and its end is new."""
+        is_new = worker.state in HAS_ENDED and worker not in self._reported
+        return is_new and worker.inbox.head() is False
 
     def poll(self, order: Order) -> bool:
         """Return whether something can be taken now."""

@@ -399,7 +399,7 @@ class EpochReader:
             order: Any = self._order
             return not order.done and self._keep(backend, backend.schedule.take(order))
         if not run.failures.skips(failure, self.work.where, self.work.origin_of):
-            self.failure = failure
+            self.failure = self.work.with_error(failure)
         backend.schedule.pass_over(failure)
         return False
 
@@ -441,7 +441,6 @@ class EpochReader:
         try:
             raise error
         finally:
-            # The backend lives until it is stopped; what was raised has the frames of the loop.
             self.work.keep(kept)
             # Otherwise it and its traceback would refer to each other.
             del error

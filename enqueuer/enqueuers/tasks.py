@@ -22,12 +22,16 @@ from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Auto, Concurrency, Options
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
-from enqueuer.errors import InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
+from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.workers.collate import stack
 from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.task_loop import MOST_THREADS
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
+
+# Stands in the backend for an error that has frames of the loop. The backend lives until it is
+# stopped, and by these frames would keep the enqueuer alive.
+_OF_THE_LOOP = EnqueuerError("the loop has the error")
 
 
 class ElementReader:
@@ -350,7 +354,7 @@ class TaskEpoch(EpochWork):
     def _fail(self, failure: Failure) -> None:
         """Let a task have failed that no worker can be given; nothing more is read."""
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
-        _tasks_of(self._run.backend).fail(self._unread)
+        self.keep(self._unread)
         self.order.end_replay(failure.number)
         self._is_read = True
         self.number = failure.number + 1
@@ -358,7 +362,14 @@ class TaskEpoch(EpochWork):
     # --- failures ---
 
     def keep(self, failure: Failure) -> None:
-        _tasks_of(self._run.backend).fail(failure)
+        self._keep_in(_tasks_of(self._run.backend), failure)
+
+    def _keep_in(self, tasks: TaskSchedule[Any], failure: Failure) -> None:
+        tasks.fail(dataclasses.replace(failure, error=_OF_THE_LOOP))
+
+    def with_error(self, failure: Failure) -> Failure:
+        unread = self._unread
+        return failure if unread is None or unread.number != failure.number else unread
 
     def where(self, failure: Failure) -> str:
         epoch, number = self._place_of(failure)
@@ -404,7 +415,7 @@ class TaskEpoch(EpochWork):
             if ticket.epoch == self._epoch:
                 tasks.submit([ticket])
         if self._unread is not None:
-            tasks.fail(self._unread)
+            self._keep_in(tasks, self._unread)
 
     def steps_done(self, ready: int, taken: int) -> int:
         number, beyond = self.order.next, self.order.taken.copy()

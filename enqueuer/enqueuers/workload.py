@@ -92,7 +92,11 @@ class EpochWork(Protocol):
         """Let a new backend go on where an old one was. Lock held."""
 
     def keep(self, failure: Failure) -> None:
-        """Let the backend return this failure from now on; it was raised."""
+        """Let the backend return this failure, without its error, from now on; it was raised."""
+
+    def with_error(self, failure: Failure) -> Failure:
+        """Return a failure of the backend with its error."""
+        return failure
 
     def where(self, failure: Failure) -> str:
         """Return where a failure happened, for messages."""

@@ -102,7 +102,9 @@ class BlockMap:
 
     def __init__(self) -> None:
         self._memory: dict[int, Mapping] = {}
-        self._missing: dict[int, BlockMemoryError] = {}
+        # Why a block could not be mapped, as text: an exception that is raised grows frames of the
+        # loop, and would keep the enqueuer alive.
+        self._missing: dict[int, str] = {}
         self._leases: dict[int, Lease] = {}
         self.current: dict[int, np.ndarray] = {}
         self.released: deque[Lease] = deque()
@@ -123,7 +125,7 @@ class BlockMap:
         It may be called again for the same packet.
         """
         if not fds and number not in self:
-            self._missing[number] = BlockMemoryError(
+            self._missing[number] = (
                 "the descriptor of an item's shared memory was lost on its way; this process has "
                 "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
             )
@@ -132,7 +134,7 @@ class BlockMap:
             try:
                 self._memory[number] = Mapping(fd, size, **MAP_OPTIONS)
             except raised_here(OSError) as error:
-                self._missing[number] = allocation_error(size, error)
+                self._missing[number] = str(allocation_error(size, error))
         close_all(fds)
 
     def lease(self, number: int) -> memoryview:
@@ -144,7 +146,7 @@ class BlockMap:
             BlockMemoryError: The block could not be mapped: no memory or descriptor is left.
         """
         if number in self._missing:
-            raise self._missing[number]
+            raise BlockMemoryError(self._missing[number])
         are_many = self._many_are_leased()
         anchor = self.current.get(number)
         if anchor is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from enqueuer.errors import Closed, StateMismatch
+from enqueuer.errors import BlockMemoryError, Closed, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.workers.messages import Epoch, Failure, Sender, Start
 from enqueuer.workers.shards import Shard
@@ -137,8 +137,9 @@ class Plan:
 
 def may_skip(error: BaseException, on_error: OnError) -> bool:
     """Return whether an error of the user's code is skipped, and not raised."""
-    is_usual = isinstance(error, Exception) and not isinstance(error, StateMismatch)
-    return on_error != "raise" and is_usual
+    # A lack of shared memory is no fault of the item: all later ones would be skipped as well.
+    is_ours = isinstance(error, (StateMismatch, BlockMemoryError))
+    return on_error != "raise" and isinstance(error, Exception) and not is_ours
 
 
 def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bool, Any]:

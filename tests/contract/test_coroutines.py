@@ -34,6 +34,17 @@ def test_results_are_those_of_a_plain_function_in_order(backend, batch_size):
         assert [list(enqueuer) for _ in range(2)] == whole
 
 
+def test_one_coroutine_at_a_time_does_quick_tasks(options):
+    """In a process, quick tasks share packets, unless several run at once."""
+
+    async def double(element):
+        return 2 * element
+
+    with OrderedEnqueuer(range(300), double, concurrency=1, **options) as enqueuer:
+        for _ in range(3):
+            assert list(enqueuer) == list(range(0, 600, 2))
+
+
 class Meeting:
     """Coroutines that wait until so many of them run at once."""
 

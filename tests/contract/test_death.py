@@ -1,5 +1,6 @@
 """Death: noticed at once; what had been sent arrives first; the error names who, how and where."""
 
+import logging
 import os
 import signal
 import time
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import Failing
 
-from enqueuer import GeneratorEnqueuer, WorkerDied
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerDied
 
 
 @pytest.mark.local
@@ -76,6 +77,33 @@ def test_a_worker_that_dies_between_epochs_is_told_in_the_next(process):
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             list(enqueuer)
+
+
+@pytest.mark.local
+def test_a_worker_that_logs_and_dies_while_the_loop_is_busy_is_noticed(process, tmp_path):
+    """The loop finds the log record and the end of the worker by the same look."""
+    gate, mark = tmp_path / "gate", tmp_path / "mark"
+    os.mkfifo(gate)
+
+    def work(element):
+        if element == 1 and not mark.exists():
+            mark.touch()
+            with open(gate):
+                pass
+            logging.getLogger("tests.worker").warning("this one is large")
+            helpers.kill_self()
+        return os.getpid()
+
+    options = dict(workers=1, max_restarts=1, timeout=helpers.LIMIT) | process
+    with OrderedEnqueuer(range(3), work, **options) as enqueuer:
+        pids = iter(enqueuer)
+        first = next(pids)
+        with open(gate, "w"):
+            pass
+        helpers.wait_until(lambda: not helpers.alive(first))
+        second, third = pids
+        assert second == third != first
+        assert enqueuer.restart_count == 1
 
 
 @pytest.mark.writes

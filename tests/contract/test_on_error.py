@@ -3,15 +3,17 @@
 import json
 import logging
 import os
+import resource
 import signal
 import threading
 import time
 
 import helpers
+import numpy as np
 import pytest
 from helpers import Failing, pid_of
 
-from enqueuer import GeneratorEnqueuer, ItemNotPicklable, OrderedEnqueuer
+from enqueuer import BlockMemoryError, GeneratorEnqueuer, ItemNotPicklable, OrderedEnqueuer, empty
 
 
 def bad():
@@ -561,3 +563,45 @@ def test_a_later_error_of_an_iterator_that_goes_on_is_made_again(backend):
             list(enqueuer)
         with pytest.raises(ValueError, match="13 is damaged"):
             enqueuer.replay(caught.value)
+
+
+def take_descriptors():
+    """Let this worker open nothing more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("on_error", ["skip", repr])
+@pytest.mark.parametrize("make", [np.zeros, empty])
+@pytest.mark.parametrize("as_tasks", [False, True])
+def test_a_lack_of_shared_memory_is_no_fault_of_an_item(process, on_error, make, as_tasks):
+    def array(number):
+        if number == 1:
+            take_descriptors()
+        return make(100_000 * (1 + number))
+
+    def source():
+        for number in range(4):
+            yield array(number)
+
+    if as_tasks:
+        enqueuer = OrderedEnqueuer(range(4), array, workers=1, on_error=on_error, **process)
+    else:
+        enqueuer = GeneratorEnqueuer(source, on_error=on_error, **process)
+    with enqueuer:
+        batches = iter(enqueuer)
+        assert len(next(batches)) == 100_000
+        with pytest.raises(BlockMemoryError, match="could not allocate"):
+            next(batches)
+        assert enqueuer.error_count == 0
+
+
+def test_a_memory_error_of_the_users_code_is_skipped(backend):
+    def load(number):
+        if number == 1:
+            raise MemoryError("a file of 80 GB")
+        return number
+
+    with OrderedEnqueuer(range(4), load, on_error="skip", **backend) as enqueuer:
+        assert list(enqueuer) == [0, 2, 3]

@@ -1,6 +1,7 @@
 """The fork server outlives interrupted starts, full systems and raised limits."""
 
 import os
+import signal
 import textwrap
 
 import psutil
@@ -55,6 +56,41 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
         serve().start()
     (pid,) = forked
     wait_until(lambda: not alive(pid))
+
+
+def test_a_worker_is_replaced_under_alarms_that_come_more_often_than_forks():
+    """The server goes on at the tenth alarm; until then, no start is tried again with each."""
+
+    class Alarm(Exception):
+        pass
+
+    def handler(number, frame):
+        alarms.append(number)
+        if len(alarms) == 10:
+            os.kill(fork_server.server.popen.pid, signal.SIGCONT)
+        raise Alarm
+
+    alarms, found = [], set()
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with GeneratorEnqueuer(
+            pids, max_queue_size=1, max_restarts=1, backend=Processes(start_method="forkserver")
+        ) as enqueuer:
+            batches = iter(enqueuer)
+            first = next(batches)
+            os.kill(fork_server.server.popen.pid, signal.SIGSTOP)
+            os.kill(first, signal.SIGKILL)
+            while not found - {first}:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                    found.add(next(batches))
+                except Alarm:
+                    continue
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert enqueuer.restart_count == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_start_after_many_interrupted_ones_gets_its_own_worker(monkeypatch):

@@ -1,13 +1,18 @@
 """The garbage collector may strike anywhere, also inside our own locks."""
 
+import contextlib
 import gc
+import os
+import resource
 import threading
+import weakref
 from collections import deque
 
+import numpy as np
 import pytest
-from helpers import LIMIT, METHODS, counting, start_method_of, wait_until
+from helpers import LIMIT, METHODS, collect_until, counting, start_method_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, Processes
+from enqueuer import BlockMemoryError, GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.backends.thread import inbox as inboxes
 from enqueuer.common.finalizers import WorkerThread
@@ -130,3 +135,83 @@ def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiti
         assert not thread.is_alive()
     finally:
         gc.enable()
+
+
+class Chained:
+    """An iterable of two elements whose error has another one as its context."""
+
+    def __iter__(self):
+        self.count = 0
+        return self
+
+    def __next__(self):
+        self.count += 1
+        if self.count <= 2:
+            return self.count
+        try:
+            raise KeyError("why")
+        except KeyError:
+            raise self.error()  # noqa: B904
+
+    def error(self):
+        return ValueError("it failed")
+
+
+class Uncopyable(Exception):
+    """An exception that an enqueuer cannot copy to raise it again."""
+
+    def __copy__(self):
+        raise TypeError
+
+
+class RaisesUncopyable(Chained):
+    def error(self):
+        return Uncopyable()
+
+
+class GivesALock(Chained):
+    def __next__(self):
+        return self.count if super().__next__() == 1 else threading.Lock()
+
+
+def size_of(number):
+    return number
+
+
+@pytest.mark.parametrize("reads", [1, 9])
+@pytest.mark.parametrize("items", [Chained, RaisesUncopyable, GivesALock])
+def test_an_enqueuer_is_collected_whose_iterable_has_failed(backend, items, reads):
+    """The error was raised, and caught; or it is still to come."""
+
+    def run():
+        enqueuer = OrderedEnqueuer(items(), size_of, **backend)
+        enqueuer.start()
+        batches = iter(enqueuer)
+        with contextlib.suppress(Exception):
+            for _ in range(reads):
+                next(batches)
+        return weakref.ref(core_of(enqueuer))
+
+    core = run()
+    collect_until(lambda: core() is None)
+
+
+def test_an_enqueuer_is_collected_that_had_no_descriptors_left(process):
+    def source():
+        for number in range(10):
+            yield np.zeros(100_000 * (1 + number))
+
+    def run():
+        enqueuer = GeneratorEnqueuer(source, max_queue_size=1, stall_timeout=None, **process)
+        enqueuer.start()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+        try:
+            with pytest.raises(BlockMemoryError):
+                list(enqueuer)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        return weakref.ref(core_of(enqueuer))
+
+    core = run()
+    collect_until(lambda: core() is None)

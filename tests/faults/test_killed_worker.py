@@ -1,6 +1,7 @@
 """Workers killed from outside, and what could hide their death."""
 
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ from helpers import (
 )
 
 from enqueuer import GeneratorEnqueuer, Processes, WorkerDied
+from enqueuer.backends.process import fork_server
+from enqueuer.backends.process.fork_server import JOB_SIGNALS
 from enqueuer.common.descriptors import PORTABLE
 from enqueuer.enqueuers.enqueuer import core_of
 
@@ -67,8 +70,7 @@ def test_a_kill_from_outside_is_told_at_once(process, source, stopped):
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (signal.SIGTERM, "was killed by SIGTERM"),
-        (signal.SIGHUP, "was killed by SIGHUP"),
+        (signal.SIGALRM, "was killed by SIGALRM"),
         (signal.SIGBUS, "was killed by SIGBUS"),
         (signal.SIGRTMIN + 3, "was killed by (SIGRTMIN|signal)"),
     ],
@@ -78,6 +80,56 @@ def test_any_deadly_signal_is_named(process, number, says):
         batches = iter(enqueuer)
         os.kill(next(batches), number)
         expect_death(batches, says)
+
+
+@pytest.mark.parametrize("number", JOB_SIGNALS)
+def test_a_signal_of_a_scheduler_to_all_processes_ends_no_worker(process, number):
+    with GeneratorEnqueuer(tells_pid, **process) as enqueuer:
+        batches, server = iter(enqueuer), fork_server.server.popen
+        pids = [next(batches)]
+        if start_method_of(process) == "forkserver":
+            pids.append(server.pid)
+        for at in range(20):
+            for pid in pids:
+                os.kill(pid, number)
+            assert next(batches) == at
+    # The server still forks.
+    with GeneratorEnqueuer(tells_pid, **process) as enqueuer:
+        assert next(iter(enqueuer)) not in pids
+    assert fork_server.server.popen is server
+
+
+def test_what_a_worker_starts_can_be_terminated(process):
+    """A program inherits what is ignored, and a forked child handlers as well."""
+
+    def source():
+        program = subprocess.Popen(["sleep", "1000"])
+        program.terminate()
+        yield program.wait(LIMIT)
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=time.sleep, args=(1000,), daemon=True)
+        child.start()
+        child.terminate()
+        child.join(LIMIT)
+        yield child.exitcode
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        assert list(enqueuer) == [-signal.SIGTERM] * 2
+
+
+def test_a_worker_keeps_the_handlers_of_its_generator(process):
+    def source():
+        heard = []
+        signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+        signal.raise_signal(signal.SIGUSR1)
+        yield heard
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+    with GeneratorEnqueuer(source, **process) as enqueuer:
+        batches = iter(enqueuer)
+        assert next(batches) == [1]
+        expect_death(batches, r"killed by SIGTERM; .* perhaps a job scheduler")
 
 
 def test_ctrl_c_does_not_end_a_worker(process):

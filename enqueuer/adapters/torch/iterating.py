@@ -71,15 +71,13 @@ class WorkerHandle:
         # Eleven days, which every wait accepts.
         self._has_ended(1e6 if timeout is None else timeout)
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the process, if it runs."""
-        if self.is_alive():
-            self._worker.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Send SIGKILL to the process, if it runs."""
         if self.is_alive():
             self._worker.send_signal(signal.SIGKILL)
+
+    # A worker passes SIGTERM over.
+    terminate = kill
 
     def _has_ended(self, timeout: float) -> bool:
         worker = self._worker

@@ -38,7 +38,11 @@ except ImportError:
     # Windows has none.
     fcntl = None  # type: ignore[assignment]
 
-from enqueuer.backends.process.fork_server import readable, serve_forks
+from enqueuer.backends.process.fork_server import (
+    pass_over_job_signals,
+    readable,
+    serve_forks,
+)
 from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
@@ -204,6 +208,8 @@ def main_forked(
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
     """Be a fork server; in a child of it, a worker.
 
+    `silent_children` has blocked the signals of the job, which stay so: the server outlives them.
+
     Args:
         fd: Descriptor of the socket to the parent.
         preload: Names of modules to import now, once for all workers. One that fails is passed
@@ -250,11 +256,11 @@ def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
 
 
 def _reset_signals() -> None:
-    """Forget the parent's handlers: its checkpointing must not run here, nor outlive SIGTERM."""
+    """Forget the parent's handlers: its checkpointing must not run here."""
     signal.set_wakeup_fd(-1)
-    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    for number in (signal.SIGALRM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    pass_over_job_signals()
     # The parent reacts to a Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import functools
 import math
 import os
 import resource
@@ -36,6 +37,47 @@ from enqueuer.workers import native
 # What the server answers to a request: the pid of the child, or an errno times -1; then, once the
 # child has ended, its exit code.
 ANSWER = struct.Struct("<q")
+
+# What a scheduler, or the end of a terminal, sends to all processes of a job. The program decides
+# what follows, and its end is the end of the others.
+JOB_SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
+
+
+def pass_over_job_signals() -> None:
+    """Let this worker survive the signals of its job.
+
+    They get a handler. If they were ignored, so they would be in the programs that the user's code
+    starts, and `terminate()` would not end these. A forked child forgets the handler.
+    """
+    for number in JOB_SIGNALS:
+        signal.signal(number, _pass_over)
+        # C code must not see its system calls fail.
+        signal.siginterrupt(number, False)
+    _watch_forks()
+
+
+def _pass_over(number: int, frame: object) -> None:
+    """Do nothing."""
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Have a forked child end by the signals of the job, from its very beginning."""
+    masks: dict[int, set[Any]] = {}
+
+    def block() -> None:
+        masks[threading.get_ident()] = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop(threading.get_ident()))
+
+    def reset() -> None:
+        for number in JOB_SIGNALS:
+            if signal.getsignal(number) is _pass_over:
+                signal.signal(number, signal.SIG_DFL)
+        restore()
+
+    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=reset)
 
 
 def serve_forks(fd: int) -> tuple[int, int] | None:
@@ -147,13 +189,13 @@ def _fork(fds: list[int]) -> int:
 
 @contextlib.contextmanager
 def silent_children() -> Iterator[None]:
-    """Start children with SIGINT blocked, until they ignore it.
+    """Start children with the signals of the job blocked, until they pass them over.
 
-    Otherwise a Ctrl-C during the start prints a traceback for each child.
+    Otherwise one during the start would end them, and a Ctrl-C print a traceback for each.
     """
-    # A handler that raises could otherwise leave SIGINT blocked here.
+    # A handler that raises could otherwise leave them blocked here.
     with interrupts.held():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *JOB_SIGNALS])
         try:
             yield
         finally:
@@ -199,6 +241,9 @@ def fresh_interpreter(
 
 # Seconds: a fresh interpreter imports numpy, perhaps on a busy machine.
 _SERVER_START_S = 60.0
+# Seconds in which no signal handler ends the wait for a fork. It takes longer than the interval of
+# some alarms, and with each of them all would be tried again.
+_PATIENCE_S = 1.0
 # For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
 _ONE_THREAD = dict.fromkeys(native.THREAD_VARIABLES, "1")
 # Seconds until a fork server whose socket was closed has ended.
@@ -306,7 +351,10 @@ class Server:
                 fds = [end.fileno() for end in (its, sock, lifeline)]
                 # There is no room if the server has not read what interrupted starts have sent.
                 is_sent = self._packets.send(b"+", fds, wait=False)
-            if not is_sent or not interrupts.interruptible(readable, status, _SERVER_START_S):
+            if not is_sent or not (
+                readable(status, _PATIENCE_S)
+                or interrupts.interruptible(readable, status, _SERVER_START_S)
+            ):
                 raise TimeoutError
             answer = status.recv(ANSWER.size)
             if not answer:

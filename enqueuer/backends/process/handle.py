@@ -41,6 +41,7 @@ from enqueuer.backends.process.child import (
     main_forked,
 )
 from enqueuer.backends.process.fork_server import (
+    JOB_SIGNALS,
     Served,
     fresh_interpreter,
     program,
@@ -383,6 +384,11 @@ _ADVICE: dict[int | None, str] = {
     -signal.SIGKILL: "Unless you killed it, the system was probably out of memory: try fewer "
     "workers, smaller batches or a smaller max_queue_size.",
     -signal.SIGSEGV: "A crash in C code; its Python stack was written to stderr.",
+    **dict.fromkeys(
+        [-number for number in JOB_SIGNALS],
+        "Another program has sent it, perhaps a job scheduler. Workers pass this signal over, but "
+        "the code that this one runs has reset its handler: look for signal.signal.",
+    ),
 }
 
 

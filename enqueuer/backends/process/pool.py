@@ -60,7 +60,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self.workers: list[ProcessWorker] = []
         self._starter = Starter(job)
         self.dispatch = QueueDispatch(
-            self.workers, self._starter.known, one_each=job.source.tickets_at_once > 1
+            self.workers, self._starter.known, one_each=job.source.has_threads
         )
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
