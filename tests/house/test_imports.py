@@ -85,7 +85,7 @@ INNER = {
     ("common.packed_list", "pathlib"),
     ("datasets.hdf5.pack", "fcntl"),
     ("enqueuers.enqueuer", "enqueuer"),
-    ("enqueuers.options", "difflib"),
+    ("common.checks", "difflib"),
     ("monitoring.trace_file", "json"),
     ("tools.bench", "resource"),
     ("transport.item_codec", "enqueuer"),
