@@ -254,7 +254,7 @@ def test_use_multiprocessing_contradicts_another_backend(backend):
 def test_use_multiprocessing_may_stand_beside_the_backend_that_it_means():
     """As when the change of `Bottleneck` is pasted into an old call."""
     change = dict(backend="process", workers=2)
-    assert Options.of(GeneratorEnqueuer, True, change) == Options.of(False, change)
+    assert Options.of(prefetch, True, change) == Options.of(prefetch, False, change)
 
 
 def test_an_order_without_overtaking_is_true():
