@@ -123,7 +123,7 @@ class DuplicateDataWarning(EnqueuerWarning):
 
 
 class EmptyEpochWarning(EnqueuerWarning):
-    """An epoch had no batches, although its source seems to be meant to yield some."""
+    """An epoch had no batches; the message says why, as far as that is known."""
 
 
 class OverwrittenDataWarning(EnqueuerWarning):

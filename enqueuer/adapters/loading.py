@@ -481,12 +481,15 @@ class PrefetchReader(Reader[Batch]):
             run = functools.partial(_changed, epochs, change, running, is_here)
             # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
             # After Ctrl-C, the generator function would not repeat the same batches.
-            return GeneratorEnqueuer[Any](
+            made = GeneratorEnqueuer[Any](
                 run() if is_here else run,
                 workers=0 if is_here else 1,
                 max_queue_size=queue_size,
                 stall_timeout=None,
             )
+            # And of an empty epoch.
+            core_of(made).workload.may_be_empty = isinstance(source, BaseEnqueuer)
+            return made
 
         self._make = make
         # Enqueuer that runs the thread of the epoch, and number of its batches that were given.

@@ -501,6 +501,21 @@ class TaskWorkload(Workload):
     def rewind(self) -> None:
         self.source.rewind()
 
+    def why_empty(self, earlier: int) -> str:
+        source, ranks = self.source, self.options.world_size
+        if not source.is_sequence and earlier:
+            return (
+                "the iterable was read to its end in an earlier epoch; pass one that begins anew, "
+                "such as a list"
+            )
+        if not source.is_sequence or not source.length:
+            return "there are no elements; is there any data where the program looks for it?"
+        return (
+            f"the length of {source.length} is too small for batch_size={source.batch_size}, "
+            f"world_size={ranks} and drop_last={self.options.drop_last}; give a smaller "
+            "batch_size, fewer ranks, or drop_last=False"
+        )
+
     # --- position ---
 
     def identity(self) -> dict[str, Any]:
