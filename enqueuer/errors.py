@@ -119,7 +119,7 @@ class EnqueuerWarning(UserWarning):
 
 
 class DuplicateDataWarning(EnqueuerWarning):
-    """Several workers, or shards, make the same batches, so that each comes several times."""
+    """Several workers, or shards, seem to make the same batches: each would come several times."""
 
 
 class EmptyEpochWarning(EnqueuerWarning):

@@ -317,7 +317,8 @@ class ShardWorkload(Workload):
 def _warn_of_duplicates(workers: int) -> None:
     warn(
         f"each of the {workers} processes goes on with its own copy of the same iterator, so "
-        f"every batch comes {workers} times; pass the generator function itself "
+        f"every batch comes {workers} times, unless it draws from `random` or `numpy.random`, "
+        "which are seeded in each process; pass the generator function itself "
         "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
         DuplicateDataWarning,
     )
