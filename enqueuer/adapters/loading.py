@@ -428,8 +428,11 @@ class LoaderEpochs:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: bool) -> None:
         """Let the loader continue at a position; the options are those of its own method."""
-        state = dict(state_dict)
-        step = state.pop("step", 0) if self.steps is not None else 0
+        with checks.reading():
+            state = dict(state_dict)
+            step = state.pop("step", 0) if self.steps is not None else 0
+            if checks.count("step", step) > (self.steps or 0):
+                raise ValueError(f"step must be <= steps_per_epoch={self.steps}, got {step}")
         self.loader.load_state_dict(state, **options)
         self.step = self._first_step = step
         self.given = None

@@ -5,17 +5,22 @@ Names of arguments are checked, too: one that is unknown is answered by the one 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, TypeVar
+
+from enqueuer.errors import EnqueuerError, StateMismatch
 
 T = TypeVar("T")
 Decorated = TypeVar("Decorated", bound=type)
 
+# Characters of a message.
+_LONGEST = 1000
 _START_METHOD = ("start_method=...", "backend=Processes(start_method=...)")
 _WORKERS = ("num_workers=...", "workers=...")
 _SEED = ("random_seed=...",)
@@ -173,12 +178,38 @@ def optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | N
     return checked
 
 
+def flag(name: str, value: object) -> bool:
+    """Return a truth value; raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
 def rank(rank: object, world_size: object) -> tuple[int, int]:
     """Return rank and world size; raise TypeError or ValueError unless they fit."""
     size, number = positive("world_size", world_size), count("rank", rank)
     if number >= size:
         raise ValueError(f"rank must be < world_size, got rank={number} with world_size={size}")
     return number, size
+
+
+@contextlib.contextmanager
+def reading(of: str = "an enqueuer") -> Iterator[None]:
+    """Raise StateMismatch if what is read turns out to be no state of it."""
+    try:
+        yield
+    except StateMismatch as error:
+        # What is damaged may be of any size.
+        raise StateMismatch(_cut(str(error))) from error.__cause__
+    except EnqueuerError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as e:
+        raise StateMismatch(_cut(f"this is not the state of {of}: {e!r}")) from e
+
+
+def _cut(text: str) -> str:
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def seed(value: object) -> int:

@@ -314,14 +314,14 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
-        with core.locks.state_lock:
+        with core.locks.state_lock, checks.reading():
             core.check_idle("load_state_dict()")
             workload = core.workload
             fixed = workload.identity()
             for name, is_given in workload.given().items():
                 if not is_given:
                     del fixed[name]
-            position.check_format(state_dict)
+            position.check_format(state_dict, fixed["kind"])
             may_skip = workload.options.on_error != "raise"
             state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
             saved = position.load(state, fixed, workload.fingerprint, strict)

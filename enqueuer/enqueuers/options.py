@@ -99,12 +99,6 @@ def _forward_logs(name: str, value: object) -> object:
     raise ValueError(f"{name} must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}")
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
 def _address(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string or None, got {value!r}")
@@ -169,7 +163,7 @@ class Processes(Checked):
     start_method: str | BaseContext | None = option(None, _start_method)
     threads: int | None = option(None, checks.optional(checks.positive))
     forward_logs: bool | Literal["multiprocessing-logging"] = option(True, _forward_logs)
-    keep_freed_memory: bool = option(True, _flag)
+    keep_freed_memory: bool = option(True, checks.flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,9 +208,9 @@ class Ray(Checked):
 
     address: str | None = option(None, _address)
     actor_options: Mapping[str, Any] | None = option(None, _actor_options)
-    copy_arrays: bool = option(False, _flag)
-    forward_logs: bool = option(True, _flag)
-    keep_freed_memory: bool = option(True, _flag)
+    copy_arrays: bool = option(False, checks.flag)
+    forward_logs: bool = option(True, checks.flag)
+    keep_freed_memory: bool = option(True, checks.flag)
 
     def for_job(self) -> RayOptions:
         """Return what the backend needs to know of Ray."""
