@@ -29,7 +29,7 @@ from enqueuer.backends.load import Backend
 from enqueuer.backends.order_log import numbers_in
 from enqueuer.backends.stall import warn
 from enqueuer.backends.timeline import Trace
-from enqueuer.common import interrupts
+from enqueuer.common import finalizers, interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
@@ -212,6 +212,10 @@ class Core:
             run.move(State.RUNNING)
         except BaseException:
             self.reader, workload.options = before
+            is_main = threading.current_thread() is threading.main_thread()
+            if finalizers.is_at_exit.is_set() and not is_main:
+                # The main thread ends what was started, and this thread ends with the interpreter.
+                raise SystemExit from None
             self.owned.stop(STOP_S)
             raise
         finally:

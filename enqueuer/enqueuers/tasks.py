@@ -464,11 +464,11 @@ class TaskWorkload(Workload):
         # The epoch that was resumed from other ranks, and what this rank has of it.
         self._resumed: tuple[int, Share] | None = None
 
-    def steps(self) -> int | None:
+    def steps(self, share: Sequence[int] | None = None) -> int | None:
         """Return the number of batches of an epoch; None if only the source knows its end."""
         if not self.source.is_finite:
             return None
-        count = len(places_of(self.source, self.reading))
+        count = len(places_of(self.source, self.reading, tuple(share or (0,))))
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property

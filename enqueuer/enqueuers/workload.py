@@ -164,8 +164,12 @@ class Workload(Protocol):
         """Number of shards of this rank; None for tasks."""
         return None
 
-    def steps(self) -> int | None:
-        """Return the number of batches of an epoch; None if that is not known."""
+    def steps(self, share: Sequence[int] | None = None) -> int | None:
+        """Return the number of batches of an epoch; None if that is not known.
+
+        Args:
+            share: See `Epoch.share`; None, the default: a whole epoch.
+        """
         return None
 
     def check_seed(self) -> None:

@@ -205,6 +205,9 @@ class LoopMeter:
             self.idle, self.idle_cpu_s = self.idled(now)
             self.ended = 0
             self._epochs.append((now, self.idle))
+            # Most workers start before the first one, and the others may be told a little more.
+            if len(self._epochs) > _MOST_SAMPLES:
+                self._epochs = self._epochs[::2]
 
     def idled(self, now: int) -> tuple[int, float]:
         """Return the nanoseconds between epochs until now, and the CPU time of the process then."""

@@ -12,7 +12,7 @@ import time
 import pytest
 from helpers import LIMIT, needs, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, merge_states, prefetch
 from enqueuer.monitoring import progress
 
 tqdm = needs("tqdm").tqdm
@@ -87,6 +87,28 @@ def test_a_sequence_has_a_total_and_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
+def test_after_a_merge_the_total_is_what_is_left():
+    def make(rank, world_size, **options):
+        ranks = dict(rank=rank, world_size=world_size)
+        return OrderedEnqueuer(range(40), abs, random_seed=1, **ranks, **options)
+
+    states = []
+    for rank in range(2):
+        with make(rank, 2) as enqueuer:
+            batches = iter(enqueuer)
+            for _ in range(5):
+                next(batches)
+            states.append(enqueuer.state_dict())
+    enqueuer = make(0, 3, progress=Bar)
+    enqueuer.load_state_dict(merge_states(states))
+    with enqueuer:
+        assert len(list(enqueuer)) == 10
+        assert (Bar.made[-1].options["total"], Bar.made[-1].done) == (10, 10)
+        # The next epoch is whole.
+        assert len(list(enqueuer)) == 14
+        assert (Bar.made[-1].options["total"], Bar.made[-1].done) == (14, 14)
+
+
 def test_after_a_break_a_bar_goes_on_where_it_was(backend):
     with GeneratorEnqueuer(twelve, progress=Bar, workers=2, backend=backend) as enqueuer:
         for _ in range(2):

@@ -1,6 +1,8 @@
 """Source: what may be handed over, and what is refused."""
 
+import asyncio
 import contextlib
+import contextvars
 import ctypes
 import functools
 import multiprocessing
@@ -477,3 +479,37 @@ def test_an_object_that_only_forked_workers_share_is_named():
         match=r"variable 'event' \(a multiprocessing.synchronize.Event\) .*get_context\('spawn'\)",
     ):
         GeneratorEnqueuer(lambda: iter([event]), backend=Processes(start_method="spawn")).start()
+
+
+VARIABLE = contextvars.ContextVar("of the loop", default="none")
+
+
+def of_context(*_):
+    yield VARIABLE.get()
+
+
+async def of_coroutine(_):
+    return VARIABLE.get()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_threads_have_the_context_variables_of_the_loop(workers):
+    token = VARIABLE.set("some")
+    try:
+        assert list(prefetch(of_context, workers=workers, shards=1)) == ["some"]
+        for options in ({}, {"concurrency": 2}, {"map": of_coroutine}):
+            function = options.pop("map", lambda _: VARIABLE.get())
+            enqueuer = OrderedEnqueuer(range(2), function, workers=workers, **options)
+            with enqueuer:
+                assert list(enqueuer) == ["some", "some"]
+    finally:
+        VARIABLE.reset(token)
+
+
+def test_threads_have_the_context_variables_of_the_task_that_starts_them():
+    async def main():
+        VARIABLE.set("of the task")
+        async with GeneratorEnqueuer(of_context) as enqueuer:
+            return [value async for value in enqueuer]
+
+    assert asyncio.run(main()) == ["of the task"]
