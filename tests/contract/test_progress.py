@@ -87,6 +87,15 @@ def test_a_sequence_has_a_total_and_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
+def test_after_a_break_a_bar_goes_on_where_it_was(backend):
+    with GeneratorEnqueuer(twelve, progress=Bar, workers=2, backend=backend) as enqueuer:
+        for _ in range(2):
+            for _ in itertools.islice(enqueuer, 5):
+                pass
+            list(enqueuer)
+    assert [bar.options["initial"] for bar in Bar.made] == [0, 5, 0, 5]
+
+
 def test_after_a_merge_the_total_is_what_is_left():
     def make(rank, world_size, **options):
         ranks = dict(rank=rank, world_size=world_size)
@@ -107,15 +116,6 @@ def test_after_a_merge_the_total_is_what_is_left():
         # The next epoch is whole.
         assert len(list(enqueuer)) == 14
         assert (Bar.made[-1].options["total"], Bar.made[-1].done) == (14, 14)
-
-
-def test_after_a_break_a_bar_goes_on_where_it_was(backend):
-    with GeneratorEnqueuer(twelve, progress=Bar, workers=2, backend=backend) as enqueuer:
-        for _ in range(2):
-            for _ in itertools.islice(enqueuer, 5):
-                pass
-            list(enqueuer)
-    assert [bar.options["initial"] for bar in Bar.made] == [0, 5, 0, 5]
 
 
 def test_a_new_epoch_has_a_new_bar():

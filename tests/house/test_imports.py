@@ -86,6 +86,7 @@ INNER = {
     ("datasets.hdf5.pack", "fcntl"),
     ("enqueuers.enqueuer", "enqueuer"),
     ("common.checks", "difflib"),
+    ("common.extras", "importlib"),
     ("monitoring.trace_file", "json"),
     ("tools.bench", "resource"),
     ("transport.item_codec", "enqueuer"),
