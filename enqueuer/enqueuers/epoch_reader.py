@@ -97,11 +97,10 @@ class EpochReader:
         self.number = number
         self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
-        self.is_over = False
+        # Whether the epoch has ended, and whether the loop that waited last reads all epochs.
+        self.is_over = self._goes_on = False
         epochs = run.options.epochs
         self.is_followed = self.is_next_wanted = epochs is not None and number + 1 < epochs
-        # Whether the loop that waits, or waited last, reads all epochs.
-        self._goes_on = False
         # Number and thread of the iterator that waited for a batch last.
         self.last_turn = -1, 0
         self._workload = workload
