@@ -51,7 +51,7 @@ def framework(
 def install_command(extra: str) -> str:
     """Return the command that installs what an extra of this package needs.
 
-    It names no extra of a released package: until there is one, its name is anybody's.
+    It names no extra: until this package is released, its name belongs to no one.
     """
     if command := _command_in_clone(extra):
         return command
