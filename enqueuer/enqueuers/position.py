@@ -480,8 +480,6 @@ def _checked(states: list[State]) -> list[State]:
             raise StateMismatch("one of the states is merged already: any rank can load it")
     first, least = states[0], min(state["epoch"] for state in states)
     for state in states:
-        if "shards" in state:
-            check_shards(state, _epoch(state))
         if state.get("step") != first.get("step"):
             raise StateMismatch(
                 f"the step of steps_per_epoch is {first.get('step')} in one state and "
@@ -494,6 +492,9 @@ def _checked(states: list[State]) -> list[State]:
                 f"rank {state['rank']} is in epoch {state['epoch']}, and another one in epoch "
                 f"{least}: take the states of all ranks at the same step, or between two epochs"
             )
+    for state in states:
+        if "shards" in state:
+            check_shards(state, _epoch(state))
     _check_complete([state["rank"] for state in states], first["world_size"])
     return sorted(states, key=lambda state: state["rank"])
 
