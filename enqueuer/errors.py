@@ -127,11 +127,11 @@ class EnqueuerWarning(UserWarning):
 
 
 class DuplicateDataWarning(EnqueuerWarning):
-    """Several workers, or shards, make the same batches, so that each comes several times."""
+    """Several workers, or shards, seem to make the same batches: each would come several times."""
 
 
 class EmptyEpochWarning(EnqueuerWarning):
-    """An epoch had no batches, although its source seems to be meant to yield some."""
+    """An epoch had no batches; the message says why, as far as that is known."""
 
 
 class OverwrittenDataWarning(EnqueuerWarning):

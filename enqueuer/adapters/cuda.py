@@ -408,6 +408,7 @@ class Transfer:
         return batch
 
 
+@checks.tells_options
 class CudaDataLoader(TrainerNames, Loader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from enqueuer.adapters.loading import Loader, PrefetchReader
+from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.common.trees import tree_map
 
@@ -20,6 +21,7 @@ __all__ = ["JaxLoader"]
 jax: Any = framework("jax", "jax", "0.4.26")
 
 
+@checks.tells_options
 class JaxLoader(Loader[Any]):
     """Batches as JAX arrays on a device, or distributed over several, `queue_size` ahead.
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from enqueuer.adapters.loading import Loader, reader_of
+from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import InvalidState
@@ -29,6 +30,7 @@ __all__ = ["EnqueuerDataset"]
 _HELD = 2
 
 
+@checks.tells_options
 class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-defined]  # Any
     """An enqueuer as a `keras.utils.PyDataset`; an epoch of Keras is an epoch of the enqueuer.
 

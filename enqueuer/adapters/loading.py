@@ -428,8 +428,11 @@ class LoaderEpochs:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: bool) -> None:
         """Let the loader continue at a position; the options are those of its own method."""
-        state = dict(state_dict)
-        step = state.pop("step", 0) if self.steps is not None else 0
+        with checks.reading():
+            state = dict(state_dict)
+            step = state.pop("step", 0) if self.steps is not None else 0
+            if checks.count("step", step) > (self.steps or 0):
+                raise ValueError(f"step must be <= steps_per_epoch={self.steps}, got {step}")
         self.loader.load_state_dict(state, **options)
         self.step = self._first_step = step
         self.given = None
@@ -481,12 +484,15 @@ class PrefetchReader(Reader[Batch]):
             run = functools.partial(_changed, epochs, change, running, is_here)
             # An enqueuer that is the loader gives its own warning of a stall, and knows its cause.
             # After Ctrl-C, the generator function would not repeat the same batches.
-            return GeneratorEnqueuer[Any](
+            made = GeneratorEnqueuer[Any](
                 run() if is_here else run,
                 workers=0 if is_here else 1,
                 max_queue_size=queue_size,
                 stall_timeout=None,
             )
+            # And of an empty epoch.
+            core_of(made).workload.may_be_empty = isinstance(source, BaseEnqueuer)
+            return made
 
         self._make = make
         # Enqueuer that runs the thread of the epoch, and number of its batches that were given.

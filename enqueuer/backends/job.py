@@ -119,6 +119,11 @@ class Job:
             return len(self.own) if self.are_shards_given else None
         return 1
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether a worker runs its shards side by side."""
+        return not isinstance(self.source, TaskSource) and self.source.is_async
+
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""
         workers = max(self.workers, self.most_workers)

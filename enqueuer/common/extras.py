@@ -32,9 +32,11 @@ def framework(
         # The package is installed, but lacks something itself.
         if error.name != module:
             raise
+        command = _command_in_clone(extra)
+        or_in_clone = f", or {command}" if command else ""
         raise FrameworkUnavailable(
             f"{user} needs {name} >= {oldest}, which is not installed: "
-            f"pip install '{name}>={oldest}', or {install_command(extra)}",
+            f"pip install '{name}>={oldest}'{or_in_clone}",
             name=module,
         ) from error
     version = getattr(imported, "__version__", oldest)
@@ -47,12 +49,31 @@ def framework(
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this package, where it is installed from."""
+    """Return the command that installs what an extra of this package needs.
+
+    It names no extra: until this package is released, its name belongs to no one.
+    """
+    if command := _command_in_clone(extra):
+        return command
+    # Only here, as it takes long to import.
+    from importlib import metadata
+
+    try:
+        lines = metadata.requires("enqueuer") or []
+    except metadata.PackageNotFoundError:
+        # It was copied beside a program.
+        return "see the documentation"
+    needed = [
+        line.partition(";")[0].strip() for line in lines if re.search(rf"extra == .{extra}\W", line)
+    ]
+    return " ".join(["pip install", *(f"'{one}'" for one in needed)])
+
+
+def _command_in_clone(extra: str) -> str:
     root = os.path.join(os.path.dirname(__file__), "..", "..")
     # Only a clone, or an unpacked source archive, has this file beside the package.
-    if os.path.isfile(os.path.join(root, "setup.cfg")):
-        return f"in the clone of enqueuer pip install '.[{extra}]'"
-    return f"pip install 'enqueuer[{extra}]'"
+    is_clone = os.path.isfile(os.path.join(root, "setup.cfg"))
+    return f"in the clone of enqueuer pip install '.[{extra}]'" if is_clone else ""
 
 
 def _numbers(version: str) -> list[int]:

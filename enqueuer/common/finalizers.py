@@ -14,6 +14,7 @@ Any thread may call anything.
 from __future__ import annotations
 
 import atexit
+import contextvars
 import functools
 import os
 import sys
@@ -27,9 +28,24 @@ _MOST_CALLS = 4
 
 
 class WorkerThread(threading.Thread):
-    """A thread that runs a worker, or its elements. It stops no worker in a finalizer."""
+    """A thread that runs a worker, or its elements. It stops no worker in a finalizer.
+
+    It has the context variables of the code that starts it, as a plain generator would have, such
+    as those of `decimal.localcontext` and `numpy.errstate`.
+    """
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._of_starter = contextvars.copy_context()
+        super().start()
+
+    def run(self) -> None:
+        """Call the function."""
+        self._of_starter.run(super().run)
 
 
+# Set when the interpreter ends. Daemonic threads still run then.
+is_at_exit = threading.Event()
 # Finalizers whose function has not returned yet, and the references whose callbacks they are.
 pending: dict[Finalizer, tuple[weakref.ref[Any], ...]] = {}
 
@@ -98,6 +114,7 @@ _register_exit = functools.cache(call_first_at_exit)
 
 def _call_all() -> None:
     """Call all functions at the end of the interpreter, the newest first."""
+    is_at_exit.set()
     for finalizer in reversed(list(pending)):
         try:
             finalizer.call()

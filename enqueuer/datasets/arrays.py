@@ -19,6 +19,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.common.trees import tree_map
 from enqueuer.datasets.epochs import EpochBatches, fingerprint_of_epochs, take_rows
@@ -27,6 +28,7 @@ from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import fingerprint_of, shortened
 
 
+@checks.tells_options
 class ArraySource(EpochBatches[Any]):
     """The rows of arrays: a generator function of a shard, and a sequence.
 

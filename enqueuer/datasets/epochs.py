@@ -61,6 +61,7 @@ class ShardBatches(Iterator[Any]):
         """Return the number of the next batch, and the values on which it depends."""
         return {"batch": self._next, **self._identity}
 
+    @checks.reading("the batches of a shard")
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a position.
 
@@ -74,8 +75,9 @@ class ShardBatches(Iterator[Any]):
                 raise StateMismatch(
                     f"the state is of {key}={saved}, but here it is {value}{advice}"
                 )
+        number = checks.count("batch", state["batch"])
         self.close()
-        self._next = state["batch"]
+        self._next = number
         self._batches = self._begin(self._next)
 
 

@@ -13,6 +13,7 @@ one of the loop's executor, for whose threads `asyncio.run` waits at its end.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -93,7 +94,9 @@ def _started(function: Callable[[], T]) -> Future[T]:
     """Return the outcome of a function that a thread calls."""
     future: Future[T] = _running()
     name = "enqueuer-await"
-    threading.Thread(target=_run, args=(future, function), name=name, daemon=True).start()
+    # The context variables are those of the task.
+    within = functools.partial(contextvars.copy_context().run, function)
+    threading.Thread(target=_run, args=(future, within), name=name, daemon=True).start()
     return future
 
 

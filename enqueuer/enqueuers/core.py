@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -25,9 +26,10 @@ from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.load import Backend
+from enqueuer.backends.order_log import numbers_in
 from enqueuer.backends.stall import warn
 from enqueuer.backends.timeline import Trace
-from enqueuer.common import interrupts
+from enqueuer.common import finalizers, interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.position import SavedPosition
@@ -186,12 +188,8 @@ class Core:
         """Start the workers, or leave all as it was. Both locks held."""
         workload, saved, before = self.workload, self.saved, (self.reader, self.options)
         first = saved.epoch if saved.is_loaded else Epoch(0)
-        if first.number in replay and first.log is None:
-            raise StateMismatch(
-                f"replay_order has the order of epoch {first.number}, but the state that was "
-                "loaded, a merged one perhaps, does not say how far this order was followed; "
-                "begin with another epoch, or leave replay_order out"
-            )
+        if first.number in replay:
+            _check_followed(first, replay[first.number])
         self._is_starting = True
         try:
             workload.options = options
@@ -214,6 +212,10 @@ class Core:
             run.move(State.RUNNING)
         except BaseException:
             self.reader, workload.options = before
+            is_main = threading.current_thread() is threading.main_thread()
+            if finalizers.is_at_exit.is_set() and not is_main:
+                # The main thread ends what was started, and this thread ends with the interpreter.
+                raise SystemExit from None
             self.owned.stop(STOP_S)
             raise
         finally:
@@ -439,6 +441,21 @@ class Core:
         inherited = self.owned.leave_to_parent()
         if self.run is not None:
             self.run.backend, self.run.successor = inherited, None
+
+
+def _check_followed(first: Epoch, order: Sequence[int]) -> None:
+    """Raise StateMismatch unless the first epoch has followed an order that is to be repeated."""
+    if first.log is None:
+        raise StateMismatch(
+            f"replay_order has the order of epoch {first.number}, but the state that was "
+            "loaded, a merged one perhaps, does not say how far this order was followed; "
+            "begin with another epoch, or leave replay_order out"
+        )
+    if any(map(operator.ne, numbers_in(first.log), order)):
+        raise StateMismatch(
+            f"the state that was loaded has another order of epoch {first.number} than "
+            "replay_order: give states of one run"
+        )
 
 
 _started: weakref.WeakSet[Core] = weakref.WeakSet()

@@ -49,7 +49,7 @@ def epoch_after(core: Core, state: Mapping[str, Any]) -> int | None:
     epoch: int = state["epoch"]
     if state["positions"] is None:
         return epoch
-    steps = core.workload.steps()
+    steps = core.workload.steps(state.get("share"))
     # Tasks have one position; shards have no known end.
     is_all = steps is not None and [list(at) for at in state["positions"]] == [[0, steps]]
     return epoch + 1 if is_all else None
@@ -314,14 +314,14 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
-        with core.locks.state_lock:
+        with core.locks.state_lock, checks.reading():
             core.check_idle("load_state_dict()")
             workload = core.workload
             fixed = workload.identity()
             for name, is_given in workload.given().items():
                 if not is_given:
                     del fixed[name]
-            position.check_format(state_dict)
+            position.check_format(state_dict, fixed["kind"])
             may_skip = workload.options.on_error != "raise"
             state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
             saved = position.load(state, fixed, workload.fingerprint, strict)
@@ -391,7 +391,9 @@ class BaseEnqueuer(Generic[Batch]):
             return batches
         with core.locks.held():
             done = reader.work.steps_done(len(reader.ready), reader.taken)
-        return Shown(batches, self.stats, kind, done, core.workload.steps())
+        # After a merge, what is left of the epoch was divided anew.
+        total = core.workload.steps(reader.work.share)
+        return Shown(batches, self.stats, kind, done, total)
 
     def __aiter__(self) -> AsyncIterator[Batch]:
         """Iterate like `iter()`, with `async for`, without blocking the event loop.

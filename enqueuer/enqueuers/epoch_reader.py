@@ -97,7 +97,8 @@ class EpochReader:
         self.number = number
         self.ready: deque[ItemTuple] = deque()
         self.failure: Failure | None = None
-        self.is_over = False
+        # Whether the epoch has ended, and whether the loop that waited last reads all epochs.
+        self.is_over = self._goes_on = False
         epochs = run.options.epochs
         self.is_followed = self.is_next_wanted = epochs is not None and number + 1 < epochs
         # Number and thread of the iterator that waited for a batch last.
@@ -159,6 +160,7 @@ class EpochReader:
         run, locks = self.run, self.run.locks
         try:
             with locks.lock:
+                self._goes_on = goes_on
                 self.is_next_wanted = goes_on or self.is_followed
                 if not self.has_item(None):
                     raise StopIteration
@@ -446,16 +448,18 @@ class EpochReader:
             del error
 
     def _warn_of_nothing(self) -> None:
-        why = self._workload.why_empty(self._taken_before) if self._is_whole else None
-        yielded = self._order.yielded
-        if why is None and self._is_whole and yielded and not self.run.failures.has_skipped:
+        run, workload, yielded = self.run, self._workload, self._order.yielded
+        is_told = run.has_warned_of_nothing or workload.may_be_empty or run.failures.has_skipped
+        # By an empty epoch, `get()` sees that an iterable is over.
+        if is_told or not self._is_whole or (self._goes_on and self._taken_before):
+            return
+        why = workload.why_empty(self._taken_before)
+        if yielded:
             why = (
                 f"all {yielded} of them were None, which is skipped; "
                 "does the generator yield its batches, or map return its result?"
             )
-        if why is None or self.run.has_warned_of_nothing:
-            return
-        self.run.has_warned_of_nothing = True
+        run.has_warned_of_nothing = True
         warn(f"epoch {self.number} had no batches: {why}", EmptyEpochWarning)
 
     @property

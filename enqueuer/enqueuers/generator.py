@@ -142,7 +142,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             given = use_multiprocessing or None
             checks.either("use_multiprocessing", given, "pickle_safe", pickle_safe)
             use_multiprocessing = pickle_safe
-        checked = Options.of(use_multiprocessing, options)
+        checked = Options.of(GeneratorEnqueuer, use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)
         samples = Samples.of(batch_size, collate, checked.drop_last, shuffle_buffer)
         if samples is not None:
@@ -202,5 +202,5 @@ def prefetch(  # noqa: D417, as passes_options() adds them
     """
     if is_plain_collection(generator):
         generator = iter(generator)
-    check_for_one_loop(options)
+    check_for_one_loop(prefetch, options)
     return iterated(GeneratorEnqueuer(generator, max_queue_size=max_queue_size, **options))

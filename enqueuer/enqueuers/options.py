@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
@@ -99,12 +99,6 @@ def _forward_logs(name: str, value: object) -> object:
     raise ValueError(f"{name} must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}")
 
 
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
 def _address(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string or None, got {value!r}")
@@ -129,6 +123,7 @@ def _actor_options(name: str, value: object) -> Mapping[str, Any] | None:
     return value
 
 
+@checks.tells_options
 @dataclass(frozen=True)
 class Processes(Checked):
     """Options of `backend=Processes(...)`; `backend="process"` is `Processes()`.
@@ -168,7 +163,7 @@ class Processes(Checked):
     start_method: str | BaseContext | None = option(None, _start_method)
     threads: int | None = option(None, checks.optional(checks.positive))
     forward_logs: bool | Literal["multiprocessing-logging"] = option(True, _forward_logs)
-    keep_freed_memory: bool = option(True, _flag)
+    keep_freed_memory: bool = option(True, checks.flag)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,6 +172,7 @@ class Processes(Checked):
             check_forked(self.forward_logs, self.start_method)
 
 
+@checks.tells_options
 @dataclass(frozen=True)
 class Ray(Checked):
     """Options of `backend=Ray(...)`; `backend="ray"` is `Ray()`.
@@ -212,15 +208,16 @@ class Ray(Checked):
 
     address: str | None = option(None, _address)
     actor_options: Mapping[str, Any] | None = option(None, _actor_options)
-    copy_arrays: bool = option(False, _flag)
-    forward_logs: bool = option(True, _flag)
-    keep_freed_memory: bool = option(True, _flag)
+    copy_arrays: bool = option(False, checks.flag)
+    forward_logs: bool = option(True, checks.flag)
+    keep_freed_memory: bool = option(True, checks.flag)
 
     def for_job(self) -> RayOptions:
         """Return what the backend needs to know of Ray."""
         return RayOptions(self.address, dict(self.actor_options or {}), self.copy_arrays)
 
 
+@checks.tells_options
 @dataclass(frozen=True)
 class Auto(Checked):
     """Options of `workers=Auto(...)`; `workers="auto"` is `Auto()`.
@@ -507,8 +504,15 @@ class Options(Checked):
             )
 
     @classmethod
-    def of(cls, use_multiprocessing: object, given: EnqueuerOptions) -> Options:
+    def of(
+        cls, made: Callable[..., Any], use_multiprocessing: object, given: EnqueuerOptions
+    ) -> Options:
         """Return the options of a constructor that also takes Keras' `use_multiprocessing`.
+
+        Args:
+            made: Class of the enqueuer, whose options a wrong name is answered with.
+            use_multiprocessing: Keras' name for `backend="process"`.
+            given: Options by name.
 
         Raises:
             TypeError: An option has the wrong type, or does not exist.
@@ -519,7 +523,7 @@ class Options(Checked):
                 f"use_multiprocessing must be True or False, got {use_multiprocessing!r}; "
                 "options such as workers go by name"
             )
-        _check_names(given)
+        checks.names(made, given, {one.name for one in dataclasses.fields(cls)})
         if use_multiprocessing and given.get("backend") is None:
             return cls(**cast(EnqueuerOptions, {**given, "backend": "process"}))
         options = cls(**given)
@@ -591,43 +595,6 @@ class Options(Checked):
         return {name: getattr(self, name) for name in names}
 
 
-# Options of earlier versions and of peers, and the option to give now.
-_ELSEWHERE = {
-    "mp_context": "backend=Processes(start_method=...)",
-    "multiprocessing_context": "backend=Processes(start_method=...)",
-    "threads_per_worker": "backend=Processes(threads=...)",
-    "forward_logs": "backend=Processes(forward_logs=...) or backend=Ray(forward_logs=...)",
-    "address": "backend=Ray(address=...)",
-    "ray_options": "backend=Ray(actor_options=...)",
-    "writable": "backend=Ray(copy_arrays=True)",
-    "max_workers": "workers=Auto(most=...)",
-    "num_workers": "workers=...",
-    "prefetch_factor": "max_queue_size=...",
-    "prefetch": "max_queue_size=..., the number of batches that may wait",
-    "seed": "random_seed=...",
-    "threads": "workers=...; threads are the default",
-    "processes": "workers=... and backend='process'",
-    "start_method": "backend=Processes(start_method=...)",
-    "batch": "batch_size=...",
-    "shuffle": "shuffle_buffer=..., or OrderedEnqueuer with shuffle=True for a whole dataset",
-}
-
-
-def _check_names(given: Iterable[str]) -> None:
-    """Raise TypeError if there is no option of some name; the message says which one to give."""
-    known = [one.name for one in dataclasses.fields(Options)]
-    for name in given:
-        if name in known:
-            continue
-        # Only here: it takes a tenth of the time of importing the package.
-        import difflib
-
-        close = difflib.get_close_matches(name, known, 1)
-        instead = _ELSEWHERE.get(name) or (f"{close[0]}=..." if close else "")
-        names = f"give {instead}" if instead else f"the options are {', '.join(sorted(known))}"
-        raise TypeError(f"there is no option {name!r}; {names}")
-
-
 def takes_options(made: Decorated) -> Decorated:
     """Write the options into the signature and the docstring of a class.
 
@@ -654,8 +621,13 @@ def passes_options(kind: type) -> Callable[[Decorated], Decorated]:
     return lambda made: _written(made, made, options)
 
 
-def check_for_one_loop(options: Container[str]) -> None:
-    """Raise TypeError for an option that only the classes have."""
+def check_for_one_loop(made: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that a function does not take, or that only the classes have.
+
+    Args:
+        made: The function, which makes an enqueuer for one loop.
+        options: Options that it was given.
+    """
     if "epochs" in options:
         raise TypeError(
             "prefetch() and imap() give one epoch; give epochs=... to an enqueuer, and iterate "
@@ -667,6 +639,7 @@ def check_for_one_loop(options: Container[str]) -> None:
                 f"prefetch() and imap() take no {name}=...: only the enqueuers have it. "
                 "prefetch() takes a generator, and imap() a function and its elements"
             )
+    checks.names(made, options)
 
 
 def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -> Decorated:

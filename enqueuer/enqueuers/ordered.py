@@ -176,7 +176,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
             raise ValueError("collate makes a batch of results; give batch_size with it")
         if is_async(collate):
             raise TypeError("collate must not be async: the results are there already")
-        checked = Options.of(use_multiprocessing, options)
+        checked = Options.of(OrderedEnqueuer, use_multiprocessing, options)
         concurrency = _checked_concurrency(concurrency, checked.is_auto)
         seed = Seed.of(random_seed, checked.world_size)
         size = None if batch_size is None else checks.positive("batch_size", batch_size)
@@ -362,6 +362,6 @@ def imap(  # noqa: D417, as passes_options() adds them
     """
     if not callable(function):
         raise TypeError(f"imap needs a function and then its elements, got {function!r}")
-    check_for_one_loop(options)
+    check_for_one_loop(imap, options)
     made = OrderedEnqueuer(elements, function, max_queue_size=max_queue_size, **options)
     return iterated(made)

@@ -15,10 +15,11 @@ the index in the order of the epoch, over all ranks.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -42,6 +43,10 @@ _GO_ON = "; load_state_dict(state, strict=False) goes on with the one that is he
 
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
 _MOST_EPOCHS = 2**32
+# Of a damaged state: more would take all memory, or are no size that a computer counts.
+_MOST_RANKS, _MOST_APART, _MOST = 100_000, 10**7, 2**48
+# Numbers that a message lists.
+_MOST_NAMED = 10
 
 State = Mapping[str, Any]
 
@@ -133,11 +138,8 @@ def load(
     Raises:
         StateMismatch: It is none, or of something else; the message says what differs.
     """
-    with reading():
-        check_format(state)
-        kind = state["kind"]
-        if kind != identity["kind"]:
-            raise StateMismatch(f"the state is that of {kind}, and this is {identity['kind']}")
+    with checks.reading():
+        check_format(state, identity["kind"])
         here, saved = {**_OPTIONAL, **identity}, {**_OPTIONAL, **state}
         differences = {
             name: f"{name} is {saved[name]!r} in the state and {value!r} here"
@@ -153,8 +155,7 @@ def load(
             raise StateMismatch(f"the state does not fit: {'; '.join(differences.values())}")
         if changed:
             _refuse_or_warn("; ".join(changed), strict, advice)
-        for name, least in (("random_seed", 0), ("shards", 1)):
-            _count(name, state.get(name, least), least)
+        checks.seed(state["random_seed"])
         return SavedPosition(
             _epoch(state),
             is_loaded=True,
@@ -191,8 +192,9 @@ def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int,
                 "before the start, with ordered=True, or by a run that went on from such a state"
             )
         number, text = given
-        found[number] = max(found.get(number, ""), text, key=len)
-        if not found[number].startswith(text):
+        short, long = sorted((found.get(number, ""), text), key=len)
+        found[number] = long
+        if not long.startswith(short):
             raise StateMismatch(f"two states have different orders of epoch {number}")
     return {number: numbers_in(text) for number, text in found.items()}
 
@@ -207,46 +209,52 @@ def _refuse_or_warn(changed: str, strict: bool, advice: str) -> None:
     )
 
 
-def check_format(state: Mapping[str, Any]) -> None:
-    """Raise StateMismatch unless this is the state of some enqueuer, of this version."""
+def check_format(state: Mapping[str, Any], kind: str | None = None) -> None:
+    """Raise StateMismatch unless this is the state of an enqueuer, of this version.
+
+    Args:
+        state: The state.
+        kind: Class of the enqueuer; None: any.
+    """
     if isinstance(state, Mapping) and not state:
         raise StateMismatch(
             "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
             "to begin with the first batch"
         )
-    with reading():
+    with checks.reading():
         version = state["version"]
         if version != VERSION:
             raise StateMismatch(
                 f"the state has version {version!r}, and this enqueuer reads version {VERSION}: "
                 "it was saved by another version of the package"
             )
-        for name in ("kind", "epoch", "rank", "world_size", "positions"):
-            state[name]
-
-
-@contextlib.contextmanager
-def reading(of: str = "an enqueuer") -> Iterator[None]:
-    """Raise StateMismatch if what is read turns out to be no state of it."""
-    try:
-        yield
-    except StateMismatch:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise StateMismatch(f"this is not the state of {of}: {error!r}") from error
+        if kind not in (None, state["kind"]):
+            raise StateMismatch(f"the state is that of {state['kind']}, and this is {kind}")
+        rank, world_size = state["rank"], state["world_size"]
+        # A merged one has no rank.
+        if (rank, world_size) != (None, None):
+            checks.rank(rank, _count("world_size", world_size, most=_MOST_RANKS))
+        for name, least in (("shards", 1), ("batch_size", 1), ("length", 0)):
+            # The others may be None.
+            if name in state and (name == "shards" or state[name] is not None):
+                _count(name, state[name], least)
+        _epoch(state)
 
 
 def check_shards(state: State, epoch: Epoch) -> None:
     """Raise StateMismatch unless a position accounts for each shard of its rank exactly once."""
     own = shards_in(state)
-    strangers = [shard for shard in epoch.starts or () if shard not in own]
+    known = own if isinstance(own, range) else frozenset(own)
+    strangers = [shard for shard in epoch.starts or () if shard not in known][:_MOST_NAMED]
     if strangers:
         raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
     # An early version saved no ends.
     if epoch.starts is None or "ended" not in state:
         return
-    missing = sorted(set(own).difference(epoch.starts, state["ended"]))
-    if missing:
+    accounted = frozenset([*epoch.starts, *state["ended"]])
+    # Only the first ones, as a damaged state may have any number of shards.
+    lacking = (shard for shard in own if shard not in accounted)
+    if missing := sorted(itertools.islice(lacking, _MOST_NAMED)):
         raise StateMismatch(f"the state has neither a position nor the end of shards {missing}")
 
 
@@ -315,7 +323,7 @@ def _numbers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...
     return numbers
 
 
-def _count(name: str, value: Any, least: int = 0, most: float = math.inf) -> int:
+def _count(name: str, value: Any, least: int = 0, most: float = _MOST) -> int:
     number = checks.integer(name, value, least)
     if number > most:
         raise ValueError(f"{name} is out of range: {number}")
@@ -365,7 +373,7 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
         >>> [list(enqueuer) for enqueuer in later]
         [[2, 5], [3, 6], [4, 7]]
     """
-    with reading():
+    with checks.reading():
         return _merged(list(states))
 
 
@@ -486,6 +494,9 @@ def _checked(states: list[State]) -> list[State]:
                 f"rank {state['rank']} is in epoch {state['epoch']}, and another one in epoch "
                 f"{least}: take the states of all ranks at the same step, or between two epochs"
             )
+    for state in states:
+        if "shards" in state:
+            check_shards(state, _epoch(state))
     _check_complete([state["rank"] for state in states], first["world_size"])
     return sorted(states, key=lambda state: state["rank"])
 
@@ -510,7 +521,7 @@ def _check_same_run(first: State, state: State) -> None:
 
 
 def _check_complete(ranks: list[int], world_size: int) -> None:
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
     missing = sorted({*range(world_size)} - {*ranks})
     if twice or missing:
         what = f"twice that of rank {twice[0]}" if twice else f"none of the ranks {missing}"
@@ -597,6 +608,8 @@ def _counts_of(states: Sequence[State]) -> tuple[int, set[int]]:
     size, world_size = states[0]["batch_size"] or 1, states[0]["world_size"]
     numbers = [state["positions"][0][1] if state["positions"] else 0 for state in states]
     least = min(numbers)
+    if size * sum(number - least for number in numbers) > _MOST_APART:
+        raise StateMismatch("the ranks are too far apart: take the states of all at the same step")
     later = {
         state["rank"] + at * world_size
         for state, number in zip(states, numbers, strict=True)

@@ -471,6 +471,7 @@ class Run:
             workers=self._measures(now),
             elements=self.elements,
             useful_workers=None if self._job is None else self._job.useful_workers,
+            side_by_side=self._job is not None and self._job.side_by_side,
             total_items=self.total_items(ready),
         )
 

@@ -247,7 +247,7 @@ class ShardWorkload(Workload):
     def rewind(self) -> None:
         """Do nothing: the generator function is called anew."""
 
-    def why_empty(self, earlier: int) -> str | None:
+    def why_empty(self, earlier: int) -> str:
         source = self.source
         if earlier and isinstance(source, LiveSource) and isinstance(source.iterable, Iterator):
             return (
@@ -255,7 +255,13 @@ class ShardWorkload(Workload):
                 "pass the generator function itself, GeneratorEnqueuer(batches) instead of "
                 "GeneratorEnqueuer(batches()), which is called for each epoch"
             )
-        return None
+        stage = self.source.stage
+        if stage is not None and stage.batch_size is not None and stage.drop_last:
+            return (
+                f"no shard had the {stage.batch_size} samples of a batch, and drop_last is True; "
+                "give a smaller batch_size, fewer shards, or drop_last=False"
+            )
+        return "the generator yielded nothing; is there any data where it looks for it?"
 
     def limit_of_workers(self) -> str | None:
         if self.shard_count > 1:
@@ -311,7 +317,8 @@ class ShardWorkload(Workload):
 def _warn_of_duplicates(workers: int) -> None:
     warn(
         f"each of the {workers} processes goes on with its own copy of the same iterator, so "
-        f"every batch comes {workers} times; pass the generator function itself "
+        f"every batch comes {workers} times, unless it draws from `random` or `numpy.random`, "
+        "which are seeded in each process; pass the generator function itself "
         "(`def batches(shard): ...`, with shard.split for its share of the work), or workers=1",
         DuplicateDataWarning,
     )

@@ -476,11 +476,11 @@ class TaskWorkload(Workload):
         # The epoch that was resumed from other ranks, and what this rank has of it.
         self._resumed: tuple[int, Share] | None = None
 
-    def steps(self) -> int | None:
+    def steps(self, share: Sequence[int] | None = None) -> int | None:
         """Return the number of batches of an epoch; None if only the source knows its end."""
         if not self.source.is_finite:
             return None
-        count = len(places_of(self.source, self.reading))
+        count = len(places_of(self.source, self.reading, tuple(share or (0,))))
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
@@ -512,6 +512,21 @@ class TaskWorkload(Workload):
 
     def rewind(self) -> None:
         self.source.rewind()
+
+    def why_empty(self, earlier: int) -> str:
+        source, ranks = self.source, self.options.world_size
+        if not source.is_sequence and earlier:
+            return (
+                "the iterable was read to its end in an earlier epoch; pass one that begins anew, "
+                "such as a list"
+            )
+        if not source.is_sequence or not source.length:
+            return "there are no elements; is there any data where the program looks for it?"
+        return (
+            f"the length of {source.length} is too small for batch_size={source.batch_size}, "
+            f"world_size={ranks} and drop_last={self.options.drop_last}; give a smaller "
+            "batch_size, fewer ranks, or drop_last=False"
+        )
 
     # --- position ---
 

@@ -150,6 +150,7 @@ class Workload(Protocol):
         seed: Seed of the enqueuer.
         start_method: How processes are started; "" for threads and Ray.
         needs_common_seed: Whether the share of each rank may depend on the seed.
+        may_be_empty: Whether an epoch without batches is no reason for a warning; False by default.
         most_at_once: Largest number of elements that each worker may run at once with
             `workers="auto"`; 1 for shards.
     """
@@ -159,6 +160,7 @@ class Workload(Protocol):
     seed: Seed
     start_method: str
     needs_common_seed: bool
+    may_be_empty: bool = False
     most_at_once: int = 1
 
     @property
@@ -166,8 +168,12 @@ class Workload(Protocol):
         """Number of shards of this rank; None for tasks."""
         return None
 
-    def steps(self) -> int | None:
-        """Return the number of batches of an epoch; None if that is not known."""
+    def steps(self, share: Sequence[int] | None = None) -> int | None:
+        """Return the number of batches of an epoch; None if that is not known.
+
+        Args:
+            share: See `Epoch.share`; None, the default: a whole epoch.
+        """
         return None
 
     def check_seed(self) -> None:
@@ -240,13 +246,12 @@ class Workload(Protocol):
     def rewind(self) -> None:
         """Forget how far the source was read, as far as that is possible."""
 
-    def why_empty(self, earlier: int) -> str | None:
-        """Return a cause of an epoch without items that only this workload knows.
+    def why_empty(self, earlier: int) -> str:
+        """Return the cause of an epoch without items, and what to do.
 
         Args:
             earlier: Number of items that the run gave before this epoch.
         """
-        return None
 
     def limit_of_workers(self) -> str | None:
         """Return why `workers="auto"` cannot have more than one worker; None if it can."""

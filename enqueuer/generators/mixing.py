@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.workers.shards import Shard, part_for
 from enqueuer.workers.sources import (
@@ -272,7 +273,8 @@ class _Part:
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._round, self.has_ended = state["round"], state["has_ended"]
+        self._round = checks.count("round", state["round"])
+        self.has_ended = checks.flag("has_ended", state["has_ended"])
         self._open()
         self._iterator, _ = iterate(self._items, state["state"])
         # It had an item, or it would not have a state.
@@ -332,10 +334,18 @@ class _Mixed:
         parts = {part.name: part.state_dict() for part in self._parts}
         return {"parts": parts, "taken": list(self._turns.taken)}
 
+    @checks.reading("mix()")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names, known = set(state["parts"]), {part.name for part in self._parts}
+        # Those that have ended are left out.
+        if not names <= known or (self._at_end != "continue" and names != known):
+            raise ValueError(f"it has parts {sorted(names)}, and here are {sorted(known)}")
+        if len(state["taken"]) != len(names):
+            raise ValueError(f"it has turns of {len(state['taken'])} parts, not of {len(names)}")
         self._parts = [part for part in self._parts if part.name in state["parts"]]
         for part in self._parts:
             part.load_state_dict(state["parts"][part.name])
-        taken = dict(zip(state["parts"], state["taken"], strict=True))
+        counts = [checks.count("taken", turns) for turns in state["taken"]]
+        taken = dict(zip(state["parts"], counts, strict=True))
         counts = [taken[part.name] for part in self._parts]
         self._turns = Turns([part.weight for part in self._parts], counts)

@@ -138,6 +138,7 @@ class LoopMeter:
         self.worker: int | None = None
         # Times at which epochs began, and the idle time until then.
         self._epochs: list[tuple[int, int]] = []
+        self._begun, self._each = 0, 1
         # CPU time that this process had used when the last epoch ended.
         self._cpu_s_at_end = 0.0
         self.samples: list[tuple[int, int]] = []
@@ -204,7 +205,13 @@ class LoopMeter:
             now = clock()
             self.idle, self.idle_cpu_s = self.idled(now)
             self.ended = 0
-            self._epochs.append((now, self.idle))
+            self._begun += 1
+            # Of a long run every second one, then every fourth, and so on.
+            if self._begun % self._each == 0:
+                self._epochs.append((now, self.idle))
+            if len(self._epochs) > _MOST_SAMPLES:
+                self._epochs = self._epochs[1::2]
+                self._each *= 2
 
     def idled(self, now: int) -> tuple[int, float]:
         """Return the nanoseconds between epochs until now, and the CPU time of the process then."""

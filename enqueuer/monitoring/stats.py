@@ -183,6 +183,8 @@ class Stats:
         useful_workers: Number of workers beyond which none would make batches of its own: that of
             the shards if it was given; 1 for an iterator, and for a function that takes no shard.
             None: any number.
+        side_by_side: Whether a worker runs its shards side by side, as those of an async generator
+            function; False by default.
         total_items: Number of batches that were given to the loop in all runs; it goes on after
             `load_state_dict()` where the state was taken, and is no difference after `since()`.
         is_later: Whether the first batch came before, as in most differences of two snapshots.
@@ -214,6 +216,7 @@ class Stats:
     loop_switches: int | None = None
     elements: int = 1
     useful_workers: int | None = None
+    side_by_side: bool = False
     total_items: int = 0
     is_later: bool = False
 
@@ -762,19 +765,23 @@ def _transport(stats: Stats) -> Bottleneck:
 
 def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
     """Return the finding that the loop and the workers, or other programs, use all CPUs."""
-    lacked, used = total(stats, "lacked_s"), total(stats, "cpu_s")
-    missed = percent(ratio(lacked, lacked + used))
     return Bottleneck(
         "cpus",
         f"The bottleneck is the CPUs: {_waited(stats)}; it and the workers used "
         f"{min(cpus_used(stats), stats.cpus):.1f} of {_cpus_of(stats)}, and "
-        f"the workers had none for {missed} of the time in which they could have run"
+        f"the workers had none for {_missed(stats)} of the time in which they could have run"
         f"{', because other programs use the CPUs' if by_others else ''}.",
         "End these programs, or use other CPUs. More workers would only take CPU time from them."
         if by_others
         else "More workers would not help here: make the work cheaper, do it beforehand "
         "(`enqueuer pack`), or spread it over more CPUs.",
     )
+
+
+def _missed(stats: Stats) -> str:
+    """Return the share of the time in which the workers could have run, but had no CPU."""
+    lacked = of_elements(stats, "lacked_s")
+    return percent(ratio(lacked, lacked + total(stats, "cpu_s")))
 
 
 def _source(stats: Stats) -> Bottleneck:
@@ -869,11 +876,10 @@ def _advice_on_source(stats: Stats) -> Advice:
     # so at least one more is wanted.
     times = per_item(stats, "busy_s") / max(use_s(stats), 1e-9)
     wanted = max(len(stats.workers) + 1, math.ceil(min(times - 0.05, 1e6)))
+    if stats.side_by_side and stats.useful_workers != 1 and (more := _more_shards(stats, times)):
+        return more
     if len(stats.workers) >= _useful(stats):
-        return Advice(
-            "More workers would have no shard of their own: let the generator function take a "
-            "shard, divide its work by shard.split, and then give more shards and workers."
-        )
+        return _no_more_workers(stats)
     if any(worker.cpu_s is None for worker in stats.workers):
         return Advice(
             "The system does not tell how much of it the workers compute: compare workers=2 and "
@@ -884,6 +890,33 @@ def _advice_on_source(stats: Stats) -> Advice:
     if elements_wait(stats) and not any(worker.shards for worker in stats.workers):
         return _more_elements(stats, wanted)
     return _more_workers(stats, wanted)
+
+
+def _more_shards(stats: Stats, times: float) -> Advice | None:
+    """Return the advice to run more shards side by side in each worker, if that helps."""
+    now = sum(len(worker.shards) for worker in stats.workers)
+    # The code of all shards of a worker runs one at a time.
+    times = min(times, 1 / max(_computing_share(stats), 1e-6))
+    shards = _rounded_up(now * times, most_at_once(1, now))
+    if shards <= now or not elements_wait(stats):
+        return None
+    change = f"shards={shards}"
+    return Advice(
+        "The shards mostly wait, and a worker runs all of its shards at once, so more shards help, "
+        f"and more workers hardly do: {change} (now {now}).",
+        change,
+    )
+
+
+def _no_more_workers(stats: Stats) -> Advice:
+    """Return the advice where a worker that is added would have no shard."""
+    more = "shards" if stats.side_by_side else "shards and workers"
+    if stats.useful_workers == 1:
+        return Advice(
+            "More workers would have no shard of their own: let the generator function take a "
+            f"shard, divide its work by shard.split, and then give more {more}."
+        )
+    return Advice(f"Each of the {stats.useful_workers} shards has a worker: give more {more}.")
 
 
 def _useful(stats: Stats) -> float:
@@ -930,9 +963,13 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
             f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
             f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper."
         )
+    lacked = ""
+    if used < GIL_IS_BUSY:
+        # Otherwise so little would speak against the GIL.
+        lacked = f" and had none for {_missed(stats)} of the time in which they could have run"
     text = (
-        f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all, so the work is "
-        f"probably in Python, which runs in one thread at a time: use {change}, {_times(gain)}."
+        f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all{lacked}, so the work "
+        f"is probably in Python, which runs in one thread at a time: use {change}, {_times(gain)}."
         if is_several
         else f"The thread computes {share} of the time in which it has a CPU: use {change}, "
         f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "

@@ -742,5 +742,6 @@ class _ResumableBatches:
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self._samples.state_dict(), "is_last": self._is_last}
 
+    @checks.reading("the batches of a shard")
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state, self._is_last = state["samples"], state["is_last"]
+        self._state, self._is_last = state["samples"], checks.flag("is_last", state["is_last"])

@@ -23,8 +23,10 @@ def clip(path, task, seconds=0.5):
     samples = int(seconds * RATE)
     with soundfile.SoundFile(path) as file:
         # The same clip for this file in this epoch, in any worker.
-        file.seek(task.rng.integers(file.frames - samples + 1))
-        return {"audio": file.read(samples, dtype="float32"), "name": path.stem}
+        file.seek(task.rng.integers(max(1, file.frames - samples + 1)))
+        # A file that is shorter is filled up with silence.
+        audio = file.read(samples, dtype="float32", fill_value=0)
+        return {"audio": audio, "name": path.stem}
 
 
 # [end]

@@ -21,13 +21,20 @@ def clip(path, task, length=8):
         stream = video.streams.video[0]
         # The workers already use all CPUs.
         stream.thread_count = 1
+        rate = stream.average_rate or stream.guessed_rate
+        # Files such as .mkv and .ts do not say how many frames they have, but how long they are.
+        count = stream.frames or int(video.duration * rate / av.time_base)
+        if count < length:
+            raise ValueError(f"{path} has {count} frames, and a clip has {length}")
         # The same place for this file in this epoch, in any worker.
-        first = int(task.rng.integers(stream.frames - length + 1))
-        ticks = 1 / (stream.average_rate * stream.time_base)
-        video.seek(int(first * ticks), stream=stream)
+        first = int(task.rng.integers(count - length + 1))
+        ticks = 1 / (rate * stream.time_base)
+        begin = (stream.start_time or 0) + first * ticks
+        video.seek(int(begin), stream=stream)
         frames = []
         for frame in video.decode(stream):
-            if frame.pts >= first * ticks:
+            # Times are rounded to the ticks of the file.
+            if frame.pts >= begin - ticks / 2:
                 frames.append(frame.to_ndarray(format="rgb24"))
             if len(frames) == length:
                 break
@@ -51,7 +58,7 @@ def write(path, count=40):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    paths = [f"{folder}/{i:02}.mp4" for i in range(12)]
+    paths = [f"{folder}/{i:02}.{('mp4', 'mkv', 'ts')[i % 3]}" for i in range(12)]
     for path in paths:
         write(path)
     runs = []

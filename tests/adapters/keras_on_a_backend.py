@@ -19,7 +19,13 @@ from helpers import (
     sums,
 )
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes
+from enqueuer import (
+    EmptyEpochWarning,
+    GeneratorEnqueuer,
+    InvalidState,
+    OrderedEnqueuer,
+    Processes,
+)
 from enqueuer.adapters.keras import EnqueuerDataset
 from enqueuer.enqueuers.enqueuer import core_of
 
@@ -431,7 +437,7 @@ def test_the_length_is_unknown():
 
 def test_an_empty_loader_does_not_hang():
     dataset = EnqueuerDataset(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="no batches"), pytest.warns(EmptyEpochWarning):
         recorder().fit(dataset, verbose=0)
 
 

@@ -16,6 +16,7 @@ import pytest
 from helpers import LIMIT, collect_until, counting, twelve, wait_until
 
 from enqueuer import (
+    EmptyEpochWarning,
     EnqueuerWarning,
     FrameworkUnavailable,
     GeneratorEnqueuer,
@@ -268,7 +269,10 @@ def test_a_loader_within_that_was_stopped_is_started_again(kind):
 
 
 def test_steps_of_an_empty_source_do_not_hang(kind):
-    assert list(kind(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)) == []
+    loader = kind(GeneratorEnqueuer(lambda: iter(())), steps_per_epoch=2)
+    with pytest.warns(EmptyEpochWarning, match="the generator yielded nothing") as caught:
+        assert list(loader) == []
+    assert len(caught) == 1
 
 
 def test_the_length_is_that_of_the_enqueuer(kind):

@@ -535,3 +535,10 @@ def test_a_step_that_asyncio_lost_is_not_waited_for(is_map, nth):
             list(enqueuer)
     finally:
         sys.setprofile(before)
+
+
+def test_statistics_say_that_shards_run_side_by_side(backend):
+    for source in (awaited, plain):
+        with GeneratorEnqueuer(source, shards=2, **backend) as enqueuer:
+            assert list(enqueuer)
+            assert enqueuer.stats().side_by_side is (source is awaited)

@@ -3,7 +3,7 @@
 import pytest
 from helpers import counting, start_method_of, twelve
 
-from enqueuer import Closed, EmptyEpochWarning, GeneratorEnqueuer, OrderedEnqueuer, prefetch
+from enqueuer import Closed, EmptyEpochWarning, GeneratorEnqueuer, OrderedEnqueuer, mix, prefetch
 
 
 def test_each_loop_is_an_epoch_on_the_same_workers(process):
@@ -39,7 +39,8 @@ def test_an_ended_iterator_stays_ended(backend):
 
 def test_an_empty_source_is_an_ordinary_end(backend):
     with GeneratorEnqueuer(lambda: iter(()), workers=3, **backend) as enqueuer:
-        assert [list(enqueuer) for _ in range(3)] == [[], [], []]
+        with pytest.warns(EmptyEpochWarning):
+            assert [list(enqueuer) for _ in range(3)] == [[], [], []]
 
 
 def test_get_does_not_begin_a_new_epoch(backend):
@@ -105,8 +106,6 @@ def test_an_iterator_used_as_keras_does_is_not_told_of(no_warnings):
         assert [next(enqueuer.get()) for _ in range(3)] == ["a", "b", "c"]
         assert list(enqueuer.get()) == []
         assert list(enqueuer.get()) == []
-    with GeneratorEnqueuer(iter("")) as enqueuer:  # it never had any
-        assert [list(enqueuer) for _ in range(2)] == [[], []]
 
 
 class Again:
@@ -157,5 +156,52 @@ def test_an_epoch_with_a_reason_to_be_empty_is_not_told_of(no_warnings):
     rest.load_state_dict(state)
     with rest:
         assert list(rest) == []
-    with OrderedEnqueuer([], abs) as enqueuer:
+    resumed = OrderedEnqueuer(range(2), abs)
+    with OrderedEnqueuer(range(2), abs) as enqueuer:
+        assert next(iter(enqueuer)) == 0
+        resumed.load_state_dict(enqueuer.state_dict())
+    with resumed:
+        assert list(resumed) == [1]
+
+
+def numbers(shard):
+    yield from shard.split(range(6))
+
+
+EMPTY = {
+    "no elements": (lambda **o: OrderedEnqueuer([], abs, **o), "there are no elements"),
+    "an empty iterable": (lambda **o: OrderedEnqueuer(iter(()), abs, **o), "are no elements"),
+    "too few elements": (
+        lambda **o: OrderedEnqueuer(range(3), abs, batch_size=4, drop_last=True, **o),
+        "the length of 3 is too small for batch_size=4, world_size=1 and drop_last=True; give",
+    ),
+    "more ranks than elements": (
+        lambda **o: OrderedEnqueuer(range(1), abs, rank=1, world_size=2, random_seed=1, **o),
+        "the length of 1 is too small for batch_size=None, world_size=2 and drop_last=False",
+    ),
+    "no samples": (lambda **o: GeneratorEnqueuer(lambda: iter(()), **o), "yielded nothing"),
+    "too few samples": (
+        lambda **o: GeneratorEnqueuer(numbers, shards=2, batch_size=4, drop_last=True, **o),
+        "no shard had the 4 samples of a batch, and drop_last is True; give a smaller batch_si",
+    ),
+    "no rows": (
+        lambda **o: GeneratorEnqueuer(mix({"rows": lambda: iter(())}), **o),
+        "the generator yielded nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), EMPTY.values(), ids=EMPTY)
+def test_an_empty_epoch_is_told_of_once_with_its_cause(make, says, backend, no_warnings):
+    with make(**backend) as enqueuer:
+        with pytest.warns(EmptyEpochWarning, match=f"epoch 0 had no batches: .*{says}") as caught:
+            assert list(enqueuer) == []
+        assert [warning.filename for warning in caught] == [__file__]
         assert list(enqueuer) == []
+
+
+def test_an_iterable_that_was_read_to_its_end_is_told_of(no_warnings):
+    with OrderedEnqueuer(iter(range(3)), abs) as enqueuer:
+        assert list(enqueuer) == [0, 1, 2]
+        with pytest.warns(EmptyEpochWarning, match="epoch 1 .* pass one that begins anew"):
+            assert list(enqueuer) == []

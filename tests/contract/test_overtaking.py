@@ -121,6 +121,8 @@ def test_no_later_one_overtakes_by_default_and_with_0(backend):
 )
 @given(data=st.data())
 @pytest.mark.repeats
+# A run may be of no elements.
+@pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")
 def test_saved_anywhere_the_bound_holds_and_the_order_is_repeated(backend, data):
     length, ordered = data.draw(st.integers(0, 40)), data.draw(st.sampled_from([1, 3, 10, False]))
     wanted = [number for number in range(length) if number % 7 != 3]

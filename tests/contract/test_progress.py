@@ -12,7 +12,7 @@ import time
 import pytest
 from helpers import LIMIT, needs, twelve
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, prefetch
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, merge_states, prefetch
 from enqueuer.monitoring import progress
 
 tqdm = needs("tqdm").tqdm
@@ -94,6 +94,28 @@ def test_after_a_break_a_bar_goes_on_where_it_was(backend):
                 pass
             list(enqueuer)
     assert [bar.options["initial"] for bar in Bar.made] == [0, 5, 0, 5]
+
+
+def test_after_a_merge_the_total_is_what_is_left():
+    def make(rank, world_size, **options):
+        ranks = dict(rank=rank, world_size=world_size)
+        return OrderedEnqueuer(range(40), abs, random_seed=1, **ranks, **options)
+
+    states = []
+    for rank in range(2):
+        with make(rank, 2) as enqueuer:
+            batches = iter(enqueuer)
+            for _ in range(5):
+                next(batches)
+            states.append(enqueuer.state_dict())
+    enqueuer = make(0, 3, progress=Bar)
+    enqueuer.load_state_dict(merge_states(states))
+    with enqueuer:
+        assert len(list(enqueuer)) == 10
+        assert (Bar.made[-1].options["total"], Bar.made[-1].done) == (10, 10)
+        # The next epoch is whole.
+        assert len(list(enqueuer)) == 14
+        assert (Bar.made[-1].options["total"], Bar.made[-1].done) == (14, 14)
 
 
 def test_a_new_epoch_has_a_new_bar():

@@ -1,6 +1,8 @@
 """Source: what may be handed over, and what is refused."""
 
+import asyncio
 import contextlib
+import contextvars
 import ctypes
 import functools
 import mmap
@@ -103,9 +105,13 @@ def test_a_live_iterator_is_inherited_by_fork():
         assert list(enqueuer) == [0, 1, 4, 9, 16]
 
 
+# What draws from these may give other data in each process.
+CONDITION = "unless it draws from `random` or `numpy.random`.*pass the generator function itself"
+
+
 def test_copies_of_a_live_iterator_warn_of_duplicate_data():
     enqueuer = GeneratorEnqueuer(iter(range(3)), backend="process", workers=2)
-    with pytest.warns(DuplicateDataWarning, match="pass the generator function itself"):
+    with pytest.warns(DuplicateDataWarning, match=CONDITION):
         enqueuer.start()
     assert list(enqueuer) == [0, 0, 1, 1, 2, 2]
     enqueuer.stop()
@@ -567,3 +573,37 @@ def test_threads_see_a_change(no_warnings):
         assert list(enqueuer) == [10, 20, 30]
         rows.level, rows.rows = 5, [1, 2, 3, 4]
         assert list(enqueuer) == [15, 25, 35, 45]
+
+
+VARIABLE = contextvars.ContextVar("of the loop", default="none")
+
+
+def of_context(*_):
+    yield VARIABLE.get()
+
+
+async def of_coroutine(_):
+    return VARIABLE.get()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_threads_have_the_context_variables_of_the_loop(workers):
+    token = VARIABLE.set("some")
+    try:
+        assert list(prefetch(of_context, workers=workers, shards=1)) == ["some"]
+        for options in ({}, {"concurrency": 2}, {"map": of_coroutine}):
+            function = options.pop("map", lambda _: VARIABLE.get())
+            enqueuer = OrderedEnqueuer(range(2), function, workers=workers, **options)
+            with enqueuer:
+                assert list(enqueuer) == ["some", "some"]
+    finally:
+        VARIABLE.reset(token)
+
+
+def test_threads_have_the_context_variables_of_the_task_that_starts_them():
+    async def main():
+        VARIABLE.set("of the task")
+        async with GeneratorEnqueuer(of_context) as enqueuer:
+            return [value async for value in enqueuer]
+
+    assert asyncio.run(main()) == ["of the task"]

@@ -17,6 +17,7 @@ import pytest
 from helpers import LIMIT, Reiterable, backend_of, kill_self, start_method_of, wait_until
 
 from enqueuer import (
+    EmptyEpochWarning,
     InvalidState,
     ItemNotPicklable,
     OrderedEnqueuer,
@@ -575,7 +576,8 @@ def test_the_form_of_keras(backend):
 
 def test_get_ends_if_there_is_nothing(backend):
     with OrderedEnqueuer([], double, **backend) as enqueuer:
-        assert list(enqueuer.get()) == []
+        with pytest.warns(EmptyEpochWarning):
+            assert list(enqueuer.get()) == []
     with OrderedEnqueuer(iter([1, 2]), double, **backend) as enqueuer:
         assert list(enqueuer.get()) == [2, 4]
 
@@ -763,6 +765,8 @@ def test_a_state_of_something_else_is_refused(options, says):
 # --- ranks ---
 
 
+# Of 3 elements, one rank of 4 has none.
+@pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")
 @pytest.mark.parametrize(("count", "world_size"), [(24, 2), (23, 2), (23, 4), (3, 4)])
 @pytest.mark.parametrize("kind", ["sequence", "iterable", "shuffled"])
 def test_the_union_over_ranks_is_the_data_of_one_host(count, world_size, kind):

@@ -95,7 +95,7 @@ OPTIONS = {
     "threads": "workers",
     "start_method": r"backend=Processes\(start_method",
     "batch": "batch_size",
-    "nonsense": "the options are .*max_queue_size.*workers",
+    "nonsense": "the options of GeneratorEnqueuer are .*max_queue_size.*workers",
 }
 
 

@@ -133,7 +133,9 @@ STOPPED = """
 
 def test_a_server_that_reads_no_requests_is_killed(tmp_path):
     """A socket that is full of requests would let the next start wait for ever."""
-    assert run_program(tmp_path, STOPPED) == (0, fork_server._NO_ANSWER + "\n", "")
+    code, told, errors = run_program(tmp_path, STOPPED)
+    assert (code, errors) == (0, "")
+    assert told.startswith(f"{fork_server._NO_ANSWER}; a likely cause is a busy machine")
 
 
 PRELOADING = """
@@ -158,6 +160,13 @@ def test_modules_are_imported_once_for_all_workers(tmp_path):
     (tmp_path / "counted.py").write_text("import os\npid = os.getpid()\n")
     (tmp_path / "broken.py").write_text("raise RuntimeError\n")
     assert run_program(tmp_path, PRELOADING) == (0, "", "")
+
+
+# The cause of an error that names what the program has given.
+PRELOADED = (
+    "; a likely cause is a module that was given to "
+    "multiprocessing.set_forkserver_preload(): preloaded"
+)
 
 
 def start_with_preloaded(path, code, then=""):
@@ -198,14 +207,14 @@ def test_the_server_outlives_a_module_that(code, tmp_path):
 
 
 def test_a_module_that_ends_the_server_is_a_start_error(tmp_path):
-    message = fork_server._NO_SERVER + "\n"
+    message = fork_server._NO_SERVER + PRELOADED + "\n"
     assert start_with_preloaded(tmp_path, "import os; os._exit(1)") == (0, message, "")
 
 
 def test_a_server_that_hangs_is_killed(tmp_path):
     soon = "fork_server._SERVER_START_S = 0.1"
     found = start_with_preloaded(tmp_path, "import signal; signal.pause()", soon)
-    assert found == (0, fork_server._NO_ANSWER + "\n", "")
+    assert found == (0, fork_server._NO_ANSWER + PRELOADED + "\n", "")
 
 
 FULL = """

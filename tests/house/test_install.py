@@ -45,8 +45,9 @@ def test_an_editable_install_is_a_path_that_type_checkers_understand(tmp_path):
 @pytest.mark.parametrize(
     ("files", "command"),
     [
-        ((), "pip install 'enqueuer[torch]'"),
-        (("setup.cfg",), "in the clone of enqueuer pip install '.[torch]'"),
+        # Until there is a release, anybody may register a package of that name.
+        ((), ""),
+        (("setup.cfg",), ", or in the clone of enqueuer pip install '.[torch]'"),
     ],
     ids=["wheel", "clone"],
 )
@@ -66,7 +67,7 @@ def test_a_missing_extra_names_the_command_that_works_where_it_is(files, command
         capture_output=True,
         text=True,
     )
-    assert done.stderr.endswith(f"pip install 'torch>=2.1', or {command}\n")
+    assert done.stderr.endswith(f"pip install 'torch>=2.1'{command}\n")
 
 
 def test_the_metadata_of_a_release_are_complete(tmp_path):

@@ -505,6 +505,34 @@ def test_no_more_workers_are_advised_than_there_are_shards():
     assert "give more shards and workers" in find_bottleneck(three).advice
 
 
+def test_shards_that_a_worker_runs_side_by_side_should_be_more_of_them():
+    """Measured: of an async generator that waits 50 ms, with 16 shards and with 64."""
+    some = worker(making=9.9, waiting=0.1, items=3100, cpu=0.2, shards=tuple(range(16)))
+    found = inputs(some, waiting=9.9, working=0.1, items=3100, side_by_side=True, in_threads=True)
+    bottleneck = find_bottleneck(found)
+    assert (bottleneck.kind, bottleneck.change) == ("source", "shards=128")
+    assert "more shards help, and more workers hardly do" in bottleneck.advice
+    # Each shard has a worker, and there may still be more shards.
+    alone = [dataclasses.replace(some, shards=(at,), items=200, cpu_s=0.1) for at in range(16)]
+    found = dataclasses.replace(found, workers=tuple(alone), useful_workers=16)
+    assert find_bottleneck(found).change == "shards=128"
+    # Each shard would give all again.
+    one = dataclasses.replace(found, workers=(some,), useful_workers=1)
+    assert find_bottleneck(one).advice.endswith(
+        "divide its work by shard.split, and then give more shards."
+    )
+    # What computes gets no more of them.
+    busy = dataclasses.replace(some, cpu_s=9.0)
+    found = dataclasses.replace(found, workers=(busy,), useful_workers=None)
+    assert "shards=" not in find_bottleneck(found).change
+
+
+def test_threads_that_used_little_are_not_said_to_wait_for_the_gil_for_that():
+    advice = find_bottleneck(files(8, cpu=0.6, cpu_wait=0.6, switches=1900)).advice
+    assert "8 threads used 0.5 CPUs in all and had none for 50 % of the time in which" in advice
+    assert "had none for" not in find_bottleneck(files(4, cpu=2.4, switches=900)).advice
+
+
 def test_batches_that_cost_nothing_gain_nothing():
     for in_threads in (True, False):
         cheap = worker(making=1.5, sending=0.0, waiting=8.5, items=1_000_000, cpu=5.0)

@@ -162,6 +162,24 @@ def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, has_read):
     assert (waits.left, waits.taken) == (1, 5000)
 
 
+def test_the_epochs_of_a_long_run_keep_no_memory(clock):
+    waits = LoopMeter()
+    waits.sample(0)
+    began = []
+    for _ in range(2000):
+        clock[0] += 9 * 10**9
+        waits.rest()
+        clock[0] += 10**9
+        waits.go_on()
+        began.append(clock[0])
+    assert max(len(value) for value in vars(waits).values() if isinstance(value, list)) <= 256
+    # Of a worker that was there from the start, of one that came late, and of the last one.
+    idle = [waits.idled_since(at, clock[0]) for at in (0, began[999], began[-1])]
+    assert idle[0] == 2000 * 10**9
+    assert idle[1] == pytest.approx(1000 * 10**9, rel=0.02)
+    assert idle[2] == 0
+
+
 def test_an_item_that_was_being_sent_at_the_earlier_snapshot_was_not_made_since():
     """Sending is noted at its end: until then it looks like making."""
     facts = dict(index=0, name="worker 0", shards=(0,), bytes=0, started=0, starting_s=0.0)

@@ -23,6 +23,8 @@ from enqueuer import (
     imap,
     prefetch,
 )
+from enqueuer.datasets.arrays import ArraySource
+from enqueuer.datasets.files import FileBatches
 from enqueuer.enqueuers.options import CommonOptions, EnqueuerOptions, Options
 
 NAMES = [option.name for option in dataclasses.fields(Options)]
@@ -130,11 +132,35 @@ def test_the_package_can_be_imported_without_docstrings():
         ("max_workers", "give workers=Auto(most=...)"),
         ("num_workers", "give workers=..."),
         ("prefetch_factor", "give max_queue_size=..."),
+        ("maxsize", "give max_queue_size=..."),
+        ("collate_fn", "give collate=..."),
+        ("batchsize", "give batch_size=..."),
+        ("drop_remainder", "give drop_last=..."),
+        ("seed", "give random_seed=..."),
+        ("pin_memory", "give pin_memory=... to TorchLoader"),
+        ("transform", "give map=..."),
     ],
 )
 def test_a_name_that_is_no_option_is_answered_by_the_one_to_give(made, name, says):
-    with pytest.raises(TypeError, match=re.escape(says)):
+    with pytest.raises(TypeError, match=re.escape(says)) as caught:
         made(*MAKERS[made], **{name: 1})
+    _, names = str(caught.value).split(f"the options of {made.__name__} are ")
+    assert names.split(", ") == sorted(inspect.signature(made).parameters)
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "says"),
+    [
+        (Processes, "start_methd", "give start_method=...; the options of Processes are forward"),
+        (Ray, "num_workers", "give workers=..., to the enqueuer; the options of Ray are actor_o"),
+        (Auto, "max_workers", "give most=...; the options of Auto are first, most"),
+        (FileBatches, "batchsize", "give batch_size=...; the options of FileBatches are batch_s"),
+        (ArraySource, "seed", "give random_seed=..., to the enqueuer; the options of ArraySource"),
+    ],
+)
+def test_other_classes_answer_a_wrong_name_too(made, name, says):
+    with pytest.raises(TypeError, match=re.escape(f"there is no option {name!r}; {says}")):
+        made(**{name: 1})
 
 
 # --- checks ---
@@ -228,7 +254,7 @@ def test_use_multiprocessing_contradicts_another_backend(backend):
 def test_use_multiprocessing_may_stand_beside_the_backend_that_it_means():
     """As when the change of `Bottleneck` is pasted into an old call."""
     change = dict(backend="process", workers=2)
-    assert Options.of(True, change) == Options.of(False, change)
+    assert Options.of(prefetch, True, change) == Options.of(prefetch, False, change)
 
 
 def test_an_order_without_overtaking_is_true():

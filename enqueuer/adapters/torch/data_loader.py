@@ -73,6 +73,7 @@ class LoaderStats(Stats):
         return re.sub(r"max_queue_size=\d+(?: instead of \d+)?", f"prefetch_factor={ahead}", text)
 
 
+@checks.tells_options
 class DataLoader(_DataLoader):
     """A `torch.utils.data.DataLoader` whose workers are those of an enqueuer.
 

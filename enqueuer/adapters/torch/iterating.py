@@ -219,10 +219,17 @@ class WorkerIterator(_BaseIterator):
             goes_on=self._options["on_error"] is NoBatch,
         )
         options = {**self._options, "random_seed": self._base_seed}
+        enqueuer: BaseEnqueuer[Any]
         if self._is_iterable:
-            return GeneratorEnqueuer(worker.batches, shards=self._num_workers, **options)
-        enqueuer = OrderedEnqueuer(self._indices, worker.fetch, **options)
-        source: Any = core_of(enqueuer).workload.source
+            enqueuer = GeneratorEnqueuer(worker.batches, shards=self._num_workers, **options)
+        else:
+            enqueuer = OrderedEnqueuer(self._indices, worker.fetch, **options)
+        workload = core_of(enqueuer).workload
+        # torch says nothing of it.
+        workload.may_be_empty = True
+        if self._is_iterable:
+            return enqueuer
+        source: Any = workload.source
         source.begin_worker, source.is_round_robin = worker.begin, self._is_round_robin
         return enqueuer
 

@@ -82,6 +82,7 @@ class TensorOptions(TypedDict, total=False):
     world_size: int | None
 
 
+@checks.tells_options
 class TorchLoader(TrainerNames, Loader[Batch]):
     """A loader of tensors that replaces a DataLoader.
 
@@ -184,6 +185,7 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory()
 
 
+@checks.tells_options
 class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
     """An iterable dataset whose items are the batches of an enqueuer.
 
@@ -238,6 +240,7 @@ class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
         return {name: value for name, value in vars(self).items() if name not in _OF_LOADERS}
 
 
+@checks.tells_options
 class EnqueuerMapDataset(_Dataset):
     """A map-style dataset whose items come from an enqueuer.
 

@@ -42,7 +42,6 @@ from enqueuer.common import checks
 from enqueuer.common.catching import raised_here
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
-from enqueuer.enqueuers.position import reading
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
 from enqueuer.workers.task_loop import Raised
 
@@ -594,7 +593,7 @@ class Position:
             StateMismatch: The state is of another loader, or damaged.
             InvalidState: It has no position, as a warning said when it was saved.
         """
-        with reading("a DataLoader"):
+        with checks.reading("a DataLoader"):
             if "none" in state:
                 raise InvalidState(f"this state has no position: {state['none']}")
             if state["kind"] != "DataLoader" or state["version"] != _VERSION:
@@ -618,6 +617,14 @@ class Position:
             states = dict(state["now"] if state["before"] is None else state["before"])
             marks = {str(name): int(mark) for name, mark in state.get("marks", {}).items()}
             loaded = {name: state[name] for name in ("seed", "draws_seed", "persistent", *state)}
+            if state["seed"] is not None:
+                checks.seed(state["seed"])
+            is_plain = not state["iterable"] and "workers" not in state
+            if is_plain and step != state["step"]:
+                raise ValueError(f"step is {state['step']}, and {step} batches were drawn")
+            # Whether all can be restored, so that otherwise nothing has changed.
+            with kept(self._streams):
+                restore(self._streams, states)
         own = {name: s for name, s in states.items() if name not in GLOBAL}
         restore(self._streams, own)
         self._loaded = loaded

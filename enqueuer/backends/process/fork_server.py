@@ -249,12 +249,22 @@ _ONE_THREAD = dict.fromkeys(native.THREAD_VARIABLES, "1")
 # Seconds until a fork server whose socket was closed has ended.
 _STATUS_S = 1.0
 
-_PRELOADED = "a module that was given to multiprocessing.set_forkserver_preload()"
-_NO_SERVER = f"the fork server ends as soon as it starts; a likely cause is {_PRELOADED}"
-_NO_ANSWER = (
-    f"the fork server did not respond within {_SERVER_START_S:.0f} s; a likely cause is "
-    f"{_PRELOADED} and takes longer to import"
-)
+_NO_SERVER = "the fork server ends as soon as it starts"
+_NO_ANSWER = f"the fork server did not respond within {_SERVER_START_S:.0f} s"
+
+
+def _with_cause(text: str) -> str:
+    """Return what happened to the server with a likely cause, and what to do."""
+    if modules := _modules_to_preload():
+        names = ", ".join(modules)
+        return (
+            f"{text}; a likely cause is a module that was given to "
+            f"multiprocessing.set_forkserver_preload(): {names}"
+        )
+    return (
+        f"{text}; a likely cause is a busy machine, too little memory, or a slow disk: try again "
+        "with fewer programs, or give backend=Processes(start_method='spawn')"
+    )
 
 
 class Served:
@@ -318,12 +328,12 @@ class Server:
                     if self.popen is not None and self._owner == os.getpid():
                         self.popen.kill()
                     self._leave_locked()
-                    raise StartError(_NO_ANSWER) from None
+                    raise StartError(_with_cause(_NO_ANSWER)) from None
                 except raised_here(ConnectionError):
                     # The server was killed; the next attempt starts a new one.
                     self._leave_locked()
                     if attempt:
-                        raise StartError(_NO_SERVER) from None
+                        raise StartError(_with_cause(_NO_SERVER)) from None
             if pid < 0:
                 status.close()
                 raise OSError(-pid, os.strerror(-pid))

@@ -214,6 +214,7 @@ class FileOptions(TypedDict, total=False):
     on_error: OnError
 
 
+@checks.tells_options
 class FileBatches(EpochBatches[Batch]):
     """Load files in batches: a source for `GeneratorEnqueuer`, and for any number of workers.
 

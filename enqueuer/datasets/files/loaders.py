@@ -231,7 +231,7 @@ def load_audio(
         A second from a random place, for `FileBatches` or `OrderedEnqueuer`::
 
             def load(path, task):
-                start = lambda frames: task.rng.integers(max(1, frames - 16000))
+                start = lambda frames: task.rng.integers(max(1, frames - 16000 + 1))
                 samples, rate = load_audio(path, start=start, frames=16000)
                 return samples
     """

@@ -88,6 +88,7 @@ _ADVICE = {
 _inherited: list[RowReader] = []
 
 
+@checks.tells_options
 class HDF5Source(Generic[Batch]):
     """The rows of an HDF5 file: a generator function of a shard, and a sequence.
 
