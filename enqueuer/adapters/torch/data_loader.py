@@ -86,15 +86,17 @@ class DataLoader(_DataLoader):
         shuffle: Whether each epoch has a new order.
         sampler: Indices of an epoch, in their order.
         batch_sampler: Batches of indices of an epoch.
-        num_workers: Number of workers; 0, the default: this process loads the data. `"auto"`
-            begins with one worker and adds others while the loop waits, for map-style datasets.
+        num_workers: Number of workers; 0, the default: this process loads the data, and the
+            dataset draws from its random generators, not from those of workers. `"auto"` begins
+            with one worker and adds others while the loop waits, for map-style datasets.
         collate_fn: Function that makes a batch of a list of samples; it runs in the worker.
         pin_memory: Whether tensors are copied into pinned memory, if there is an accelerator.
         drop_last: Whether an incomplete last batch is left out.
         timeout: Seconds without a batch after which the loop raises an error; 0, the default:
             no limit. The error is a `BatchTimeout` and a `RuntimeError`.
         worker_init_fn: Function that each worker process calls with its index when it starts. If
-            it seeds torch's generator, workers do not seed that before each batch.
+            it seeds torch's generator, workers do not seed that before each batch. If it seeds
+            `random` or `numpy.random`, the seeds of batches come from what it has left.
         multiprocessing_context: Start method of the processes, or a context; by default that of
             `multiprocessing`.
         generator: Generator of torch that decides the order and the seeds; by default the global
