@@ -33,7 +33,7 @@ import cloudpickle
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
@@ -85,6 +85,8 @@ def pickled_source(
                 f"{error}; use a function of a module, or {others}"
             ) from error
         reason = _why_not(source, where, others, can_send)
+        if ".detach()" in str(error):
+            reason += f". {error}"
         if shared is not None and OF_FORK in str(error):
             reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
         raise SourceNotPicklable(reason) from error
@@ -132,6 +134,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     shared: Handover | None = None
 
     def reducer_override(self, value: Any) -> Any:
+        check_graph(value)
         if isinstance(value, functools._lru_cache_wrapper):
             is_local = "<locals>" in value.__qualname__
             if is_local or value.__module__ in ("__main__", "__mp_main__"):

@@ -5,10 +5,15 @@ find_culprit("item", {"x": [lock]}) -> ("item['x'][0]", lock)
 
 from __future__ import annotations
 
+import functools
 import inspect
+import io
+import pickle
 from collections.abc import Callable, Iterable
 from types import FunctionType
+from typing import Any
 
+from enqueuer.common.sizes import check_graph
 from enqueuer.common.text import an
 from enqueuer.common.trees import attributes_of, members_of
 from enqueuer.workers.event_loop import NOT_AWAITED
@@ -60,14 +65,33 @@ def find_culprit(
 
 def is_picklable(value: object) -> bool:
     """Return whether cloudpickle can pickle `value`, by trying."""
-    # Only messages need it, and its import takes some milliseconds.
-    import cloudpickle
-
     try:
-        cloudpickle.dumps(value, protocol=5)
+        dumps_by_value(value)
     except Exception:
         return False
     return True
+
+
+def dumps_by_value(
+    value: object, keep: Callable[[pickle.PickleBuffer], object] | None = None
+) -> bytes:
+    """Pickle a value by cloudpickle; `keep` is its `buffer_callback`."""
+    file = io.BytesIO()
+    _pickler_by_value()(file, protocol=5, buffer_callback=keep).dump(value)
+    return file.getvalue()
+
+
+@functools.cache
+def _pickler_by_value() -> Any:
+    # Its import takes some milliseconds.
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        def reducer_override(self, obj: Any) -> Any:
+            check_graph(obj)
+            return super().reducer_override(obj)
+
+    return Pickler
 
 
 def parts_of(value: object) -> Iterable[tuple[str, object]]:

@@ -69,24 +69,23 @@ def pack(ticket: Ticket, are_forked: bool) -> bytes:
     """
     try:
         data = pickle.dumps(ticket, protocol=5)
-        if are_forked or b"__main__" not in data:
+        by_name = are_forked or b"__main__" not in data
+        # Tensors must be checked.
+        if by_name and b"_rebuild_" not in data:
             return data
     except raised_here(Exception):
         pass
     # As in `item_codec`.
-    import cloudpickle
-
-    from enqueuer.transport.culprit import find_culprit
+    from enqueuer.transport.culprit import dumps_by_value, find_culprit
 
     try:
-        by_value: bytes = cloudpickle.dumps(ticket, protocol=5)
+        return dumps_by_value(ticket)
     except raised_here(Exception) as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "
             f"({error}); let the iterable give paths or plain data, or use backend='thread'"
         ) from error
-    return by_value
 
 
 def unpack(packet: bytes, fds: list[int]) -> list[Ticket]:
