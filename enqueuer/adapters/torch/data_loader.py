@@ -11,7 +11,7 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from enqueuer.adapters.torch.fetching import NoBatch
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
@@ -27,6 +27,8 @@ from enqueuer.monitoring.stats import Bottleneck, Stats
 from enqueuer.workers.plan import OnError
 
 torch = framework("torch", "torch", "2.1")
+
+Self = TypeVar("Self", bound="DataLoader")
 
 _DataLoader: Any = torch.utils.data.DataLoader
 
@@ -177,6 +179,8 @@ class DataLoader(_DataLoader):
             setattr(self, name, given[name])
         _check(self)
         self._position = Position(self)
+        # Epoch that was set for the dataset since the last iteration began; None: none was.
+        self._epoch_set: int | None = None
 
     # `DataLoader[tuple[Tensor, Tensor]]` in annotations, as with torch.
     __class_getitem__: Any = classmethod(types.GenericAlias)
@@ -239,11 +243,18 @@ class DataLoader(_DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset, if they have a `set_epoch` as well.
 
-        A sampler inside another one, such as that of a batch sampler, is set, too.
+        A sampler inside another one, such as that of a batch sampler, is set, too. The copies of
+        the dataset in persistent workers follow, as the next iteration begins. If the epoch is not
+        the one after the last, that iteration starts new workers.
+
+        Args:
+            epoch: Number of the epoch that the next iteration begins.
         """
         for owner in (*samplers_of(self), self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self._epoch_set = epoch
 
     def rebuilt(self, dataset: Any, **order: Any) -> DataLoader:
         """Return a new loader with the same options, and another dataset or order.
@@ -285,6 +296,24 @@ class DataLoader(_DataLoader):
         self._position.load_state_dict(state_dict)
         # Persistent workers have begun another epoch.
         self._iterator = None
+
+    def close(self) -> None:
+        """End all workers now, persistent ones too, also in the middle of an epoch.
+
+        Without it, workers end with their epoch, persistent ones with the loader and its iterator.
+        `with DataLoader(...) as loader:` calls it at its end. Iterators that are in use then raise
+        InvalidState. The loader stays usable: the next iteration begins a new epoch, with new
+        workers. Calling it again has no effect.
+        """
+        for iterator in list(self._position.iterators):
+            iterator.close()
+        self._iterator = None
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stats(self) -> Stats:
         """Return the statistics of the workers: of this iteration, or of the last whole epoch.

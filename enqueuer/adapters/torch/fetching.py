@@ -205,6 +205,8 @@ class LoaderWorker:
         is_thread: Whether it is a thread, which changes nothing that is its process's.
         goes_on: Whether an error of an iterable dataset takes the place of its batch, and the next
             batch follows.
+        epoch_offset: Difference of the dataset's epoch from the number of an epoch; None: its epoch
+            is not set.
     """
 
     dataset: Any
@@ -216,6 +218,9 @@ class LoaderWorker:
     size: int | None
     is_thread: bool
     goes_on: bool
+    epoch_offset: int | None = None
+    # Number of the epoch for which that of the dataset was set.
+    _epoch: int | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
     # Numbers of what `init` has seeded, by the name of the global generator.
     _seeded: dict[str, int] = field(init=False, default_factory=dict)
@@ -271,8 +276,15 @@ class LoaderWorker:
         if "torch" not in self._seeded:
             torch.default_generator.manual_seed(of_torch.torch)
 
-    def fetch(self, indices: Any) -> Any:
+    def _set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset, if that is to be done, once for each."""
+        if self.epoch_offset is not None and self._epoch != epoch:
+            self.dataset.set_epoch(epoch + self.epoch_offset)
+            self._epoch = epoch
+
+    def fetch(self, indices: Any, task: Task) -> Any:
         """Return the batch of some indices of a map-style dataset."""
+        self._set_epoch(task.epoch)
         batch = self._fetcher.fetch(indices)
         return NoBatch() if batch is None else batch
 
@@ -280,6 +292,7 @@ class LoaderWorker:
         """Yield the batches of an iterable dataset, which each worker iterates by itself."""
         if not self.is_thread:
             self._begin_epoch(shard)
+            self._set_epoch(shard.epoch)
         fetcher = self.make_fetcher()
         indices = None if self.size is None else [None] * self.size
         while True:

@@ -362,6 +362,7 @@ class Position:
             from other states than those of the global streams.
         needs_workers: Whether the position of the iterator's enqueuer is needed as well.
         iterator: Returns the latest iterator; None if it was dropped.
+        iterators: All that were not dropped.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
@@ -383,6 +384,7 @@ class Position:
         self._seed: int | None = None
         self._loaded: dict[str, Any] | None = None
         self.iterator: Callable[[], Any] = lambda: None
+        self.iterators = weakref.WeakSet[Any]()
         # Whether an earlier iterator has given batches since the latest one began.
         self._is_shared = False
         # Reason for which the latest state has no position.
@@ -458,6 +460,7 @@ class Position:
         loaded, goes_on = self._loaded, self._goes_on
         self._why_none = ""
         self.iterator, self._is_shared = weakref.ref(iterator), False
+        self.iterators.add(iterator)
         self._loaded, self.needs_workers = None, False
         try:
             if loaded is None or loaded["before"] is None:
