@@ -68,6 +68,7 @@ class TaskSource:
             returns the function that seeds before each task; None: as for other sources.
         is_round_robin: Whether worker i of n does the elements i, i + n and so on of an epoch, as
             the results depend on what a worker did before. Not with threads.
+        most_out: Largest number of tasks that are submitted and not taken; None: by the queue.
         concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
@@ -84,6 +85,7 @@ class TaskSource:
     random_seed: int
     begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
     is_round_robin: bool = False
+    most_out: int | None = None
     concurrency: int = 1
     takes_task: bool = field(init=False)
     takes_tasks: bool = field(init=False)

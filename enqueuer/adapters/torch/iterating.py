@@ -237,6 +237,8 @@ class WorkerIterator(_BaseIterator):
         enqueuer = OrderedEnqueuer(self._indices, worker.fetch, **options)
         source: Any = core_of(enqueuer).workload.source
         source.begin_worker, source.is_round_robin = worker.begin, self._is_round_robin
+        # So the samplers are read when torch reads them.
+        source.most_out = self._ahead if isinstance(options["workers"], int) else None
         return enqueuer
 
     def _init_of(self, loader: Any) -> Callable[[int], object] | None:
