@@ -30,7 +30,7 @@ from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_l
 from enqueuer.workers.messages import Channel, Empty, End, Failure, Sender, Ticket
 from enqueuer.workers.plan import Plan, serve_failure, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.tasks import FETCH, TaskSource
+from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
 
 _log = logging.getLogger("enqueuer")
 
@@ -155,6 +155,9 @@ class TaskWork:
             rest: Outcomes of the others.
             failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
         """
+        if isinstance(failed_fetch, WrongElements):
+            # No element is at fault, and perhaps none can be fetched alone.
+            rest = ()
         for place, result in enumerate(rest, len(results)):
             if isinstance(result, Raised):
                 failed_fetch, failure = None, Failure(place, ticket.number, result.error)
