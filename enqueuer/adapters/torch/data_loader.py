@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from enqueuer.adapters.torch.fetching import NoBatch
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
-from enqueuer.adapters.torch.position import Position, holds_generator, samplers_of
+from enqueuer.adapters.torch.position import Position, asks_for_worker, holds_generator, samplers_of
 from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
@@ -125,7 +125,8 @@ class DataLoader(_DataLoader):
             60 by default. None: no warning.
         round_robin: Whether worker `i` of `n` makes batches `i`, `i + n` and so on, as with torch.
             None, the default: only where the result may depend on what a worker did before: with
-            a `worker_init_fn`, or a random generator in the dataset. Otherwise a free worker takes
+            a `worker_init_fn`, a random generator in the dataset, or code of its class that calls
+            `get_worker_info()` or `torch.initial_seed()`. Otherwise a free worker takes
             the next batch, so that no batch waits behind a slow one. Threads share the dataset,
             and take any batch.
         trace: Path of a file for the timeline of the latest epoch, or with `persistent_workers`
@@ -224,7 +225,8 @@ class DataLoader(_DataLoader):
         """Whether each worker has its own batches, in turn."""
         if self.round_robin is not None or self._is_auto:
             return bool(self.round_robin)
-        return self.worker_init_fn is not None or holds_generator(self.dataset)
+        may_seed = self.worker_init_fn is not None or asks_for_worker(self.dataset)
+        return may_seed or holds_generator(self.dataset)
 
     def _attributes(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

@@ -286,6 +286,22 @@ def holds_generator(dataset: Any) -> bool:
     return False
 
 
+# Functions by which a dataset may make a generator in each worker, when it is first asked.
+_OF_WORKERS = frozenset({"get_worker_info", "initial_seed"})
+
+
+def asks_for_worker(dataset: Any) -> bool:
+    """Return whether the code of a dataset asks in which worker it runs, or for its seed."""
+    for _ in range(_MOST_OWNERS):
+        for kind in type(dataset).__mro__:
+            functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
+            if any(not _OF_WORKERS.isdisjoint(f.__code__.co_names) for f in functions):
+                return True
+        # Of a subset, for example.
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return False
+
+
 def ranks_of(loader: Any) -> list[int] | None:
     """Return the rank and the world size of the samplers of a DataLoader; None without them."""
     for _, owner in _owners(loader):
