@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import operator
 import os
 import threading
 import time
@@ -198,6 +199,10 @@ class EpochsOfStream(Epochs, data.IterableDataset):
         return iter([self[0]] * 2)
 
 
+# The attribute of torch's iterators that libraries read.
+workers_of = operator.attrgetter("_workers")
+
+
 def epochs_of(loader):
     """Return the epochs of an iteration, and the processes."""
     batches = [batch.tolist() for batch in loader]
@@ -258,7 +263,7 @@ def test_a_closed_loader_has_no_workers_and_may_be_used_again(dataset, persisten
         iterators = [iter(loader), iter(loader)]
         for batches in iterators:
             next(batches)
-        workers = [worker for batches in iterators for worker in batches._workers]
+        workers = [worker for batches in iterators for worker in workers_of(batches)]
         assert any(worker.is_alive() for worker in workers)
         for _ in range(2):
             loader.close()
@@ -267,7 +272,7 @@ def test_a_closed_loader_has_no_workers_and_may_be_used_again(dataset, persisten
             with pytest.raises(InvalidState, match="was closed"):
                 next(batches)
         assert len(list(loader)) == whole
-        workers = iter(loader)._workers
+        workers = workers_of(iter(loader))
     assert not any(worker.is_alive() for worker in workers)
 
 

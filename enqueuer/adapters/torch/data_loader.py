@@ -180,8 +180,6 @@ class DataLoader(_DataLoader):
             setattr(self, name, given[name])
         _check(self)
         self._position = Position(self)
-        # Epoch that was set for the dataset since the last iteration began; None: none was.
-        self._epoch_set: int | None = None
 
     # `DataLoader[tuple[Tensor, Tensor]]` in annotations, as with torch.
     __class_getitem__: Any = classmethod(types.GenericAlias)
@@ -256,7 +254,7 @@ class DataLoader(_DataLoader):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
-            self._epoch_set = epoch
+            self._position.epoch_set = epoch
 
     def rebuilt(self, dataset: Any, **order: Any) -> DataLoader:
         """Return a new loader with the same options, and another dataset or order.

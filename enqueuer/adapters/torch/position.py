@@ -379,6 +379,7 @@ class Position:
         needs_workers: Whether the position of the iterator's enqueuer is needed as well.
         iterator: Returns the latest iterator; None if it was dropped.
         iterators: All that were not dropped.
+        epoch_set: Epoch that was set for the dataset since an iteration began; or None.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
@@ -400,6 +401,7 @@ class Position:
         self._seed: int | None = None
         self._loaded: dict[str, Any] | None = None
         self.iterator: Callable[[], Any] = lambda: None
+        self.epoch_set: int | None = None
         self.iterators = weakref.WeakSet[Any]()
         # Whether an earlier iterator has given batches since the latest one began.
         self._is_shared = False
