@@ -156,7 +156,7 @@ class WorkerIterator(_BaseIterator):
             drawn = self._position.draw(self._sampler_iter, loader)
             drawn.draw(self._position.step + self._ahead)
             self._indices.drawn = drawn
-            self._send_news()
+            self._send_news(first_iter)
             if core_of(self.enqueuer).is_idle:
                 self._start(resumed)
             self._batches = iter(self.enqueuer)
@@ -167,13 +167,15 @@ class WorkerIterator(_BaseIterator):
         is_counted = not (self._is_iterable or may_skip) and self._options["ordered"] is True
         self._position.needs_workers = not is_counted
 
-    def _send_news(self) -> None:
+    def _send_news(self, first_iter: bool) -> None:
         """Let new workers begin the epoch, if those that run lack what it needs."""
         worker, epoch = self._worker, self._position.epoch_set
         self._position.epoch_set = None
         # Persistent workers count on from the epoch that was set.
         is_kept = self._persistent_workers and not worker.is_thread and epoch is not None
-        news = (self._shared_seed, epoch - self._position.epoch if is_kept else None)
+        # The first workers have the seed that torch drew before it drew the one of this epoch.
+        shared_seed = worker.shared_seed if first_iter else self._shared_seed
+        news = (shared_seed, epoch - self._position.epoch if is_kept else None)
         if news != (worker.shared_seed, worker.epoch_offset):
             if not core_of(self.enqueuer).is_idle:
                 self.enqueuer.stop()
