@@ -171,15 +171,16 @@ class WorkerIterator(_BaseIterator):
         """Let new workers begin the epoch, if those that run lack what it needs."""
         worker, epoch = self._worker, self._position.epoch_set
         self._position.epoch_set = None
+        offset = None
         # Persistent workers count on from the epoch that was set.
-        is_kept = self._persistent_workers and not worker.is_thread and epoch is not None
+        if epoch is not None and self._persistent_workers and not worker.is_thread:
+            offset = epoch - self._position.epoch
         # The first workers have the seed that torch drew before it drew the one of this epoch.
         shared_seed = worker.shared_seed if first_iter else self._shared_seed
-        news = (shared_seed, epoch - self._position.epoch if is_kept else None)
-        if news != (worker.shared_seed, worker.epoch_offset):
+        if (shared_seed, offset) != (worker.shared_seed, worker.epoch_offset):
             if not core_of(self.enqueuer).is_idle:
                 self.enqueuer.stop()
-            worker.shared_seed, worker.epoch_offset = news
+            worker.shared_seed, worker.epoch_offset = shared_seed, offset
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
         enqueuer, position = self.enqueuer, self._position
