@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from enqueuer.adapters.torch import DataLoader
+from enqueuer.adapters.torch.position import ranks_of
 from enqueuer.common.extras import framework
+from enqueuer.errors import EnqueuerWarning
 
 torch = framework("torch", "accelerate", "2.1")
 framework("accelerate", "accelerate", "1.0")
@@ -36,6 +39,15 @@ def prepare_data_loader(accelerator: Any, loader: DataLoader) -> Any:
         raise TypeError(
             f"prepare_data_loader() takes a DataLoader of enqueuer.adapters.torch, not a "
             f"{type(loader).__name__}; pass other loaders to accelerator.prepare()"
+        )
+    ranks = ranks_of(loader)
+    if ranks is not None and ranks[1] > 1 and accelerator.num_processes > 1:
+        warnings.warn(
+            f"the sampler of this DataLoader has rank {ranks[0]} of {ranks[1]}, and accelerate "
+            f"divides its batches once more among {accelerator.num_processes} processes, so most "
+            "samples are never used; give shuffle=True, or a sampler without ranks",
+            EnqueuerWarning,
+            stacklevel=2,
         )
     prepared = accelerator.prepare_data_loader(loader)
     if hasattr(prepared, "split_batches"):

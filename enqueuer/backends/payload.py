@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
@@ -96,6 +96,8 @@ def pickled_source(
                 f"{error}; use a function of a module, or {others}"
             ) from error
         reason = _why_not(source, where, others, can_send)
+        if ".detach()" in str(error):
+            reason += f". {error}"
         if shared is not None and OF_FORK in str(error):
             reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
         raise SourceNotPicklable(reason) from error

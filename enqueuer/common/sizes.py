@@ -1,6 +1,7 @@
 """What is an array in memory, and the size of a batch in bytes.
 
     is_in_memory(array), is_plain_tensor(tensor): whether its bytes can be read where they are
+    check_graph(tensor): whether they are all that the tensor is
     size_of(batch): arrays, tensors, texts and numbers, in containers and in objects' attributes
 
 Batches of worker processes are measured by their packets. This file is for batches that are
@@ -66,6 +67,19 @@ def tensor_class() -> Any:
     """Return the class of torch's tensors; an empty tuple if the program has not imported it."""
     # Another thread may be importing torch, which then has no tensors yet.
     return getattr(sys.modules.get("torch"), "Tensor", ())
+
+
+def check_graph(value: object) -> None:
+    """Refuse a tensor that autograd has computed; as a pickle it would silently be a leaf.
+
+    Raises:
+        RuntimeError: It requires grad and is no leaf; torch's own pickler raises so, too.
+    """
+    if isinstance(value, tensor_class()) and value.requires_grad and not value.is_leaf:
+        raise RuntimeError(
+            "a non-leaf tensor that requires_grad has a graph, which cannot leave its process: "
+            "give tensor.detach(), or compute it under torch.no_grad()"
+        )
 
 
 def size_of(value: object, most: int = _MOST) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
@@ -81,6 +82,16 @@ class BaseEnqueuer(Generic[Batch]):
         self._make = make
         self._notifier: Any = None
         self.queue: Queue[Batch] = Queue(self._core)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # A subclass may have an attribute with the name of an option.
+        is_made = vars(self).get("_make") is type(self)
+        if is_made and name in inspect.signature(type(self)).parameters:
+            raise AttributeError(
+                f"{name} is an option of {type(self).__name__}, which cannot be changed: make "
+                "another one; reconfigure(workers=...) changes the number of workers"
+            )
+        super().__setattr__(name, value)
 
     @property
     def random_seed(self) -> int:

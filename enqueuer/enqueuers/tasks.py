@@ -295,6 +295,8 @@ class TaskEpoch(EpochWork):
         options = self._run.options
         if not self._run.workers:
             return 1
+        if self._source.most_out is not None:
+            return self._source.most_out
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
             largest = tasks.results.largest_bytes

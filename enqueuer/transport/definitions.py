@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from enqueuer.common.sizes import check_graph
 from enqueuer.transport.item_codec import is_forked
 
 # Reentrant, as the garbage collector may run under it, and loading what is left does.
@@ -275,7 +276,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     Args:
         file: File to which it writes.
         buffer_callback: As for `pickle.Pickler`.
-        known: Ids of the definitions that the other side has.
+        known: Definitions that the other side has, by their ids; None, in a worker: those that
+            the program has.
+        by_name: Whether the other side also has all definitions that stand in a module.
         is_source: Whether a source is pickled: its definitions stay in the worker, and share the
             globals of their module.
         is_rest: Whether these are the definitions that the source does not need; of their globals,
@@ -295,6 +298,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         buffer_callback: Callable[[PickleBuffer], Any] | None = None,
         *,
         known: Mapping[str, Any] | None = None,
+        by_name: bool = False,
         is_source: bool = False,
         is_rest: bool = False,
         held: Mapping[int, tuple[str, str]] | None = None,
@@ -302,10 +306,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
         self.sent: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
-        self._is_to_program = known is None
         if known is None:
-            known = _by_id if is_forked() else received
+            known, by_name = (_by_id, True) if is_forked() else (received, False)
         self._known = known
+        self._by_name = by_name
         self._stays = is_source or is_rest
         self._is_rest = is_rest
         self._held = held or {}
@@ -322,6 +326,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             self._registered.clear()
 
     def reducer_override(self, value: Any) -> Any:
+        check_graph(value)
         if isinstance(value, (type, FunctionType)):
             return self._reduce_definition(value)
         kind = type(value)
@@ -347,8 +352,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self._share_globals(value)
         module = sys.modules.get(str(value.__module__))
         can_import = not isinstance(module, ModuleType) or self._can_import(module)
-        if not can_import and self._is_to_program and is_forked() and _is_in(module, value):
-            # By its name.
+        if self._by_name and not can_import and _is_in(module, value):
             return NotImplemented
         reduced = super().reducer_override(value)
         if reduced is NotImplemented or len(reduced) != _BY_VALUE:
@@ -436,14 +440,16 @@ def _is_plain(value: object) -> bool:
 def dumps(
     value: object,
     known: Mapping[str, Any] | None = None,
+    *,
+    by_name: bool = False,
     buffer_callback: Callable[[PickleBuffer], Any] | None = None,
 ) -> bytes:
     """Pickle a value with the definitions that the other side lacks.
 
     Args:
         value: Value that plain pickle may refuse.
-        known: Definitions that the other side has, by their ids; those that this worker got with
-            its source by default.
+        known: As for `Pickler`.
+        by_name: As for `Pickler`.
         buffer_callback: As for `pickle.Pickler`.
 
     Example:
@@ -451,7 +457,7 @@ def dumps(
         7
     """
     file = io.BytesIO()
-    Pickler(file, buffer_callback=buffer_callback, known=known).dump(value)
+    Pickler(file, buffer_callback=buffer_callback, known=known, by_name=by_name).dump(value)
     return file.getvalue()
 
 

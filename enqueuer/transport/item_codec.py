@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES, is_plain_tensor
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph, is_plain_tensor, tensor_class
 from enqueuer.errors import ItemNotPicklable
 
 # numpy has no bfloat16 and no float8, so a tensor travels as numbers of the same size.
@@ -45,12 +45,18 @@ def reduce_tensor(tensor: Any) -> Any:
     array = _array_of(tensor)
     if array is not None:
         return from_array, (array,)
+    check_graph(tensor)
     if not _has_carrier(tensor):
         return tensor.__reduce_ex__(5)
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     array = _carrier_of(tensor.permute(order))
     return as_tensor, (array, str(tensor.dtype).removeprefix("torch."), order)
+
+
+def _reduce_subclass(tensor: Any) -> Any:
+    check_graph(tensor)
+    return tensor.__reduce_ex__(5)
 
 
 def copy_in_thread(target: Any, source: Any) -> None:
@@ -211,9 +217,9 @@ class Encoder:
         """
         try:
             self._pickler.dump(value)
-        except Exception as first:
+        except Exception:
             self._take()
-            return self._by_value(value, first), self._take()[1]
+            return self._by_value(value), self._take()[1]
         except BaseException:
             self._take()
             raise
@@ -230,15 +236,15 @@ class Encoder:
         self._buffers = []
         return data, buffers
 
-    def _by_value(self, value: object, first: Exception) -> bytes:
+    def _by_value(self, value: object) -> bytes:
         # Few items need these two, whose import takes some milliseconds of the first start.
         from enqueuer.transport.culprit import describe_culprit
         from enqueuer.transport.definitions import dumps
 
         try:
             return dumps(value, buffer_callback=self._keep_in_band)
-        except Exception as second:
-            raise ItemNotPicklable(describe_culprit(value, first)) from second
+        except Exception as error:
+            raise ItemNotPicklable(describe_culprit(value, error)) from error
 
     def _keep_in_band(self, buffer: PickleBuffer) -> bool:
         """Take a buffer out of the pickle if it is large; called by the pickler."""
@@ -296,6 +302,8 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         # Recognized by name, so that a program without these types need not import them.
         own = _BY_NAME.get((kind.__module__, kind.__qualname__))
+        if own is None and issubclass(kind, tensor_class()) and kind not in copyreg.dispatch_table:
+            own = _reduce_subclass
         if own is None:
             return copyreg.dispatch_table[kind]
         self[kind] = own

@@ -71,7 +71,9 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
     """
     try:
         data = pickle.dumps(ticket, protocol=5)
-        if known is None or b"__main__" not in data:
+        by_name = known is None or b"__main__" not in data
+        # Tensors must be checked.
+        if by_name and b"_rebuild_" not in data:
             return data
     except raised_here(Exception):
         pass
@@ -80,7 +82,7 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
     from enqueuer.transport.definitions import dumps
 
     try:
-        return dumps(ticket, known=known or {})
+        return dumps(ticket, known=known or {}, by_name=known is None)
     except raised_here(Exception) as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(

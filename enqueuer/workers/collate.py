@@ -37,7 +37,8 @@ def stack(results: list[Any]) -> Any:
         results: Results of one batch, all of the same structure.
 
     Raises:
-        ValueError: Arrays differ in shape.
+        ValueError: Arrays differ in shape; the message names their key.
+        RuntimeError: Tensors do.
 
     Example:
         >>> stack([{"x": 1.0, "name": "a"}, {"x": 2.0, "name": "b"}])
@@ -68,7 +69,15 @@ def stack(results: list[Any]) -> Any:
     columns = columns_of(results)
     if columns is None:
         return results
-    return with_members(first, {key: stack(column) for key, column in columns.items()})
+    return with_members(first, {key: _stack_at(key, column) for key, column in columns.items()})
+
+
+def _stack_at(key: object, column: list[Any]) -> Any:
+    try:
+        return stack(column)
+    except (ValueError, RuntimeError) as error:
+        # Those of numpy and torch do not say where.
+        raise type(error)(f"at {key!r}: {error}") from error
 
 
 def _check_shapes(arrays: Sequence[Any]) -> None:

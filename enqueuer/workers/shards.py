@@ -424,20 +424,14 @@ def seed_globals(place: Seeded, gpus: bool = True, is_alone: bool = True) -> Non
         is_alone: Whether no loop uses them, so that those are seeded, too, which cannot be
             restored: tensorflow's, and torch's of GPUs.
     """
-    seeds = seed_python_and_numpy(place)
+    seeds = seeds_of(place)
+    random.seed(seeds.python)
+    np.random.seed(seeds.legacy)
     # Looked up before the calls, as they take a part of the time of a quick task.
     if "torch" in sys.modules:
         _seed_torch(seeds, gpus and is_alone)
     if is_alone and "tensorflow" in sys.modules:
         _seed_tensorflow(seeds)
-
-
-def seed_python_and_numpy(place: Seeded) -> GlobalSeeds:
-    """Seed `random` and `numpy.random`; return the seeds of all global generators."""
-    seeds = seeds_of(place)
-    random.seed(seeds.python)
-    np.random.seed(seeds.legacy)
-    return seeds
 
 
 def _seed_torch(seeds: GlobalSeeds, gpus: bool = True) -> None:

@@ -32,7 +32,7 @@ from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.messages import Channel, Empty, End, Failure, Sender, Ticket
 from enqueuer.workers.plan import COLLATING, FETCHING, Plan, serve_failure, skip_or_end
 from enqueuer.workers.shards import Task, do_nothing
-from enqueuer.workers.tasks import FETCH, TaskSource
+from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
 
 _log = logging.getLogger("enqueuer")
 
@@ -186,6 +186,9 @@ class TaskWork:
             rest: Outcomes of the others.
             failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
         """
+        if isinstance(failed_fetch, WrongElements):
+            # No element is at fault, and perhaps none can be fetched alone.
+            rest = ()
         for place, result in enumerate(rest, len(results)):
             if isinstance(result, Raised):
                 failed_fetch, failure = None, Failure(place, ticket.number, result.error)

@@ -61,6 +61,17 @@ _BASES = frozenset({"PyDataset", "Sequence"})
 FETCH: Any = object()
 
 
+class WrongElements(TypeError, ValueError):
+    """The method `__getitems__` of a sequence did not return a list of elements."""
+
+
+_NEEDED = (
+    "it must return a list with one element for each index, in their order. If it makes whole "
+    "batches, give lists of indices, and the method as map: OrderedEnqueuer(lists_of_indices, "
+    "map=sequence.__getitems__), without batch_size"
+)
+
+
 @dataclass
 class TaskSource:
     """A sequence, or an iterable, and the work for each element.
@@ -75,6 +86,7 @@ class TaskSource:
             returns the function that seeds before each task; None: as for other sources.
         is_round_robin: Whether worker i of n does the elements i, i + n and so on of an epoch, as
             the results depend on what a worker did before. Not with threads.
+        most_out: Largest number of tasks that are submitted and not taken; None: by the queue.
         concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
@@ -92,6 +104,7 @@ class TaskSource:
     random_seed: int
     begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
     is_round_robin: bool = False
+    most_out: int | None = None
     concurrency: int = 1
     takes_task: bool = field(init=False)
     takes_tasks: bool = field(init=False)
@@ -183,8 +196,8 @@ class TaskSource:
         overrides `__getitem__` alone.
 
         Raises:
-            TypeError: `__getitems__` returned a mapping or a string.
-            ValueError: `__getitems__` returned more or fewer elements than indices.
+            WrongElements: `__getitems__` returned a mapping or a string, or more or fewer elements
+                than indices.
             Exception: `__getitems__` raised it.
 
         Source: torch's DataLoader calls `__getitems__` of map-style datasets so.
@@ -198,15 +211,11 @@ class TaskSource:
         returned = self.items.__getitems__(list(ticket.indices))
         name = f"__getitems__ of {type(self.items).__name__}"
         if isinstance(returned, (Mapping, str, bytes)):
-            raise TypeError(
-                f"{name} returned {an(type(returned).__name__)}; it must return a list with one "
-                "element for each index"
-            )
+            raise WrongElements(f"{name} returned {an(type(returned).__name__)}; {_NEEDED}")
         elements = list(returned)
         if len(elements) != count:
-            raise ValueError(
-                f"{name} returned {len(elements)} elements "
-                f"for {count} indices; it must return one for each, in their order"
+            raise WrongElements(
+                f"{name} returned {len(elements)} elements for {count} indices; {_NEEDED}"
             )
         return elements
 

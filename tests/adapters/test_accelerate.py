@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from helpers import needs
@@ -13,7 +14,7 @@ from helpers import needs
 accelerate = needs("accelerate")
 torch = needs("torch")
 
-from enqueuer import OrderedEnqueuer  # noqa: E402
+from enqueuer import EnqueuerWarning, OrderedEnqueuer  # noqa: E402
 from enqueuer.adapters.accelerate import prepare_data_loader  # noqa: E402
 from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
 from enqueuer.adapters.torch import DataLoader, TorchLoader  # noqa: E402
@@ -35,6 +36,26 @@ def numbers(loader):
 
 def ours(accelerator, **options):
     return prepare_data_loader(accelerator, loader_of(DataLoader, **options))
+
+
+class TwoRanks:
+    """Knows as much of an accelerator as the check of a loader asks for."""
+
+    num_processes = 2
+
+    def prepare_data_loader(self, loader):
+        raise LookupError("the loader was checked")
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_loader_that_is_divided_already_is_a_warning(is_divided):
+    sampler = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=2, rank=1)
+    loader = loader_of(DataLoader, sampler=sampler if is_divided else None)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", EnqueuerWarning)
+        with pytest.raises(LookupError):
+            prepare_data_loader(TwoRanks(), loader)
+    assert [("rank 1 of 2" in str(one.message)) for one in found] == [True] * is_divided
 
 
 def of_enqueuer(kind, **options):

@@ -473,6 +473,52 @@ def test_the_recipe_for_seeds_in_workers_gives_the_same_numbers_for_any_number_o
     assert numbers(1) == numbers(3)
 
 
+def seed_by_hand(index):
+    np.random.seed(7 + index)
+    random.seed(7 + index)
+
+
+def seed_numpy(index):
+    np.random.seed(7 + index)
+
+
+def seed_torch(index):
+    torch.manual_seed(7 + index)
+
+
+class DrawingStream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return ((np.random.rand(), random.random(), torch.rand(()).item()) for _ in range(4))
+
+
+class DrawingRows(Drawing):
+    def __getitem__(self, index):
+        return np.random.rand(), random.random(), torch.rand(()).item()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("init", "fixed"), [(seed_by_hand, (0, 1)), (seed_numpy, (0,)), (seed_torch, (2,))]
+)
+@pytest.mark.parametrize("dataset", [DrawingRows, DrawingStream])
+def test_numbers_that_a_worker_init_fn_seeds_are_the_same_in_each_run(
+    dataset, init, fixed, persistent
+):
+    """torch draws another seed for its workers in each of them."""
+
+    def numbers(kind):
+        loader = kind(dataset(), num_workers=2, worker_init_fn=init, persistent_workers=persistent)
+        epochs = [[tuple(map(float, batch)) for batch in loader] for _ in range(2)]
+        # By generator.
+        return [[[row[k] for row in epoch] for epoch in epochs] for k in range(3)]
+
+    first, second, of_torch = numbers(DataLoader), numbers(DataLoader), numbers(data.DataLoader)
+    for k in range(3):
+        assert (first[k] == second[k]) == (k in fixed)
+        assert (first[k][0] == first[k][1]) == (of_torch[k][0] == of_torch[k][1])
+        assert len({*first[k][0]}) == len(first[k][0])
+
+
 class Odd(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(range(8))

@@ -1,6 +1,9 @@
 """Options of the DataLoader in the cases that torch's own loader lacks or leaves open."""
 
 import itertools
+import multiprocessing
+import operator
+import os
 import threading
 import time
 
@@ -206,6 +209,117 @@ def test_a_distributed_sampler_in_a_batch_sampler_has_another_order_in_each_epoc
         loader.set_epoch(epoch)
         orders.append(lists(loader))
     assert orders[0] != orders[1]
+
+
+class Epochs(data.Dataset):
+    """Rows with the epoch, and the process that makes them."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch, os.getpid()
+
+
+class EpochsOfStream(Epochs, data.IterableDataset):
+    def __iter__(self):
+        return iter([self[0]] * 2)
+
+
+# The attribute of torch's iterators that libraries read.
+workers_of = operator.attrgetter("_workers")
+
+
+def epochs_of(loader):
+    """Return the epochs of an iteration, and the processes."""
+    batches = [batch.tolist() for batch in loader]
+    return {epoch for epoch, _ in batches}, {pid for _, pid in batches}
+
+
+METHODS = multiprocessing.get_all_start_methods()
+
+
+@pytest.mark.parametrize("dataset", [Epochs, EpochsOfStream])
+@pytest.mark.parametrize("method", METHODS)
+def test_set_epoch_reaches_the_dataset_of_persistent_workers(dataset, method):
+    options = {"num_workers": 1, "persistent_workers": True, "collate_fn": torch.tensor}
+    options["multiprocessing_context"] = method
+    loader = DataLoader(dataset(), batch_size=None, **options)
+    found = []
+    # The workers count on from 5; 5 again, and no epoch, are sent with new workers.
+    for epoch in (5, 6, 7, 5, None, None):
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        found.append(epochs_of(loader))
+    assert [epochs for epochs, _ in found] == [{5}, {6}, {7}, {5}, {5}, {5}]
+    processes = [pids for _, pids in found]
+    assert processes[0] == processes[1] == processes[2] != processes[3]
+    assert processes[4] == processes[5]
+
+
+@pytest.mark.parametrize("dataset", [Epochs, EpochsOfStream])
+def test_set_epoch_reaches_the_dataset_after_a_break_and_a_resume(dataset):
+    def make():
+        options = {"persistent_workers": True, "collate_fn": torch.tensor}
+        return DataLoader(dataset(), batch_size=None, num_workers=1, **options)
+
+    loader = make()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        assert next(batches)[0] == epoch
+    state = loader.state_dict()
+    later = make()
+    later.load_state_dict(state)
+    later.set_epoch(2)
+    assert epochs_of(later)[0] == {2}
+    later.set_epoch(3)
+    assert epochs_of(later)[0] == {3}
+
+
+# --- close() ---
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("dataset", [Epochs, EpochsOfStream])
+def test_a_closed_loader_has_no_workers_and_may_be_used_again(dataset, persistent):
+    options = {"persistent_workers": persistent, "collate_fn": torch.tensor}
+    with DataLoader(dataset(), batch_size=None, num_workers=2, **options) as loader:
+        whole = len(list(loader))
+        # Two at once, unless workers stay.
+        iterators = [iter(loader), iter(loader)]
+        for batches in iterators:
+            next(batches)
+        workers = [worker for batches in iterators for worker in workers_of(batches)]
+        assert any(worker.is_alive() for worker in workers)
+        for _ in range(2):
+            loader.close()
+            assert not any(worker.is_alive() for worker in workers)
+        for batches in iterators:
+            with pytest.raises(InvalidState, match="was closed"):
+                next(batches)
+        assert len(list(loader)) == whole
+        workers = workers_of(iter(loader))
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_loader_without_workers_can_be_closed():
+    loader = DataLoader(range(4))
+    loader.close()
+    for batches in [iter(loader)]:
+        next(batches)
+        state = loader.state_dict()
+        loader.close()
+        with pytest.raises(InvalidState, match="was closed"):
+            next(batches)
+    assert lists(loader) == [[0], [1], [2], [3]]
+    loader.load_state_dict(state)
+    assert lists(loader) == [[1], [2], [3]]
 
 
 # --- on_error with iterable datasets ---

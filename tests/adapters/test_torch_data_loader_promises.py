@@ -62,7 +62,30 @@ def seed_own(worker):
     own.seed(torch.initial_seed())
 
 
-CASES = [(Augmented, None), (Augmented, seed_transforms), (Plain, seed_own)]
+class Late(Augmented):
+    """The same, with a generator that each worker makes when it is first asked."""
+
+    def __init__(self):
+        self.own = None
+
+    def __getitem__(self, index):
+        sum(range(index * 7919 % 10 * 20_000))
+        if self.own is None:
+            self.own = random.Random(data.get_worker_info().seed)
+        return index, self.own.randint(0, 1 << 30)
+
+
+def subset():
+    return data.Subset(Late(), range(23))
+
+
+CASES = [
+    (Late, None),
+    (subset, None),
+    (Augmented, None),
+    (Augmented, seed_transforms),
+    (Plain, seed_own),
+]
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")

@@ -735,6 +735,18 @@ def test_in_order_is_checked():
         DataLoader(Of(int), in_order="yes")
 
 
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_sampler_is_read_as_far_ahead_as_by_torch(workers, factor):
+    read = []
+    sampler = ([read.append(index) or index] for index in range(20))
+    loader = DataLoader(
+        range(20), batch_sampler=sampler, num_workers=workers, prefetch_factor=factor
+    )
+    for given, _ in enumerate(loader, 1):
+        assert len(read) == min(20, workers * factor + given)
+
+
 def test_as_many_batches_are_ahead_as_with_torch():
     seen = []
     options = {"num_workers": 2, "prefetch_factor": 3, "backend": "thread"}

@@ -559,6 +559,36 @@ def test_results_that_cannot_be_stacked_say_what_to_do(backend):
             list(enqueuer)
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda n: {"x": n, "pair": (n, np.zeros(n))},
+        lambda n: {"pair": [n, np.zeros(n)]},
+    ],
+)
+def test_results_that_cannot_be_stacked_name_their_key(result):
+    with make(map=result, batch_size=3) as enqueuer:
+        with pytest.raises(ValueError, match=r"^at 'pair': at 1: .* differ in shape"):
+            list(enqueuer)
+
+
+def test_options_cannot_be_changed_by_their_names():
+    with make(batch_size=2) as enqueuer:
+        for name in ("batch_size", "shuffle", "map", "collate", "workers", "max_queue_size"):
+            with pytest.raises(AttributeError, match=f"{name} is an option .* make another one"):
+                setattr(enqueuer, name, 5)
+        enqueuer.note = "of a trainer"
+
+
+def test_a_subclass_may_have_an_attribute_with_the_name_of_an_option():
+    class Mine(OrderedEnqueuer):
+        def __init__(self, batch_size):
+            super().__init__(range(4), batch_size=batch_size)
+            self.batch_size = batch_size
+
+    assert Mine(2).batch_size == 2
+
+
 # --- Keras ---
 
 
@@ -1161,6 +1191,18 @@ class Columns(Fetching):
 def test_a_fetch_of_columns_is_an_error(backend):
     with pytest.raises(TypeError, match=r"Columns returned a dict; it must return a list"):
         fetched(Columns(), 5, **backend)
+
+
+class ColumnsOnly(Fetching):
+    __getitems__ = Columns.__getitems__
+
+    def __getitem__(self, index):
+        raise RuntimeError("read many at once")
+
+
+def test_a_fetch_of_columns_alone_says_what_it_needs(backend):
+    with pytest.raises(TypeError, match=r"returned a dict; .*map=sequence\.__getitems__"):
+        fetched(ColumnsOnly(), 5, **backend)
 
 
 class Consuming(Fetching):

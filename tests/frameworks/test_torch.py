@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 from helpers import needs, run_program
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, empty
+from enqueuer import (
+    GeneratorEnqueuer,
+    ItemNotPicklable,
+    OrderedEnqueuer,
+    Processes,
+    SourceNotPicklable,
+    empty,
+)
 from enqueuer.transport import item_codec
 
 torch = needs("torch")
@@ -248,3 +255,59 @@ def test_a_large_tensor_of_a_source_lies_in_memory_that_the_workers_share(method
         return None
 
     assert held(method, [torch.ones(1_000_000)], is_mapped) is True
+
+
+class Marked(torch.Tensor):
+    """A tensor of another class."""
+
+
+def computed():
+    return torch.ones(3, requires_grad=True) * 2
+
+
+class Local:
+    def __init__(self):
+        self.tensor = computed()
+
+
+COMPUTED = {
+    "alone": computed,
+    "nested": lambda: {"x": [1, (computed(),)]},
+    "of a subclass": lambda: computed().as_subclass(Marked),
+    "in an object": Local,
+    "beside a lambda": lambda: (lambda: 0, computed()),
+}
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
+def test_a_tensor_that_autograd_has_computed_is_refused(make, process):
+    def items(shard):
+        yield make()
+
+    with GeneratorEnqueuer(items, **process) as enqueuer:
+        with pytest.raises(ItemNotPicklable, match=r"non-leaf tensor.* \w+\.detach\(\)"):
+            next(iter(enqueuer))
+    with OrderedEnqueuer(range(1), lambda _: make(), **process) as enqueuer:
+        with pytest.raises(ItemNotPicklable, match=r"\.detach\(\)"):
+            next(iter(enqueuer))
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
+def test_an_element_that_autograd_has_computed_is_refused(make, process):
+    with OrderedEnqueuer(iter([make()]), type, **process) as enqueuer:
+        with pytest.raises(ItemNotPicklable, match=r"^element.*\.detach\(\)"):
+            next(iter(enqueuer))
+
+
+@pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
+def test_a_source_with_a_tensor_that_autograd_has_computed_is_refused(make, process):
+    if process["backend"] == Processes(start_method="fork"):
+        pytest.skip("forked workers inherit it")
+    with pytest.raises(SourceNotPicklable, match=r"\.detach\(\)"):
+        OrderedEnqueuer([make()], **process).start()
+
+
+def test_threads_pass_on_a_tensor_with_its_graph():
+    with OrderedEnqueuer(range(1), lambda _: computed(), backend="thread") as enqueuer:
+        (tensor,) = enqueuer
+    assert tensor.grad_fn is not None

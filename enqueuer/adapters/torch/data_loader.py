@@ -11,11 +11,11 @@ import re
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from enqueuer.adapters.torch.fetching import NoBatch
 from enqueuer.adapters.torch.iterating import LocalIterator, WorkerIterator
-from enqueuer.adapters.torch.position import Position, holds_generator, samplers_of
+from enqueuer.adapters.torch.position import Position, asks_for_worker, holds_generator, samplers_of
 from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
@@ -27,6 +27,8 @@ from enqueuer.monitoring.stats import Bottleneck, Stats
 from enqueuer.workers.plan import OnError
 
 torch = framework("torch", "torch", "2.1")
+
+Self = TypeVar("Self", bound="DataLoader")
 
 _DataLoader: Any = torch.utils.data.DataLoader
 
@@ -87,15 +89,17 @@ class DataLoader(_DataLoader):
         shuffle: Whether each epoch has a new order.
         sampler: Indices of an epoch, in their order.
         batch_sampler: Batches of indices of an epoch.
-        num_workers: Number of workers; 0, the default: this process loads the data. `"auto"`
-            begins with one worker and adds others while the loop waits, for map-style datasets.
+        num_workers: Number of workers; 0, the default: this process loads the data, and the
+            dataset draws from its random generators, not from those of workers. `"auto"` begins
+            with one worker and adds others while the loop waits, for map-style datasets.
         collate_fn: Function that makes a batch of a list of samples; it runs in the worker.
         pin_memory: Whether tensors are copied into pinned memory, if there is an accelerator.
         drop_last: Whether an incomplete last batch is left out.
         timeout: Seconds without a batch after which the loop raises an error; 0, the default:
             no limit. The error is a `BatchTimeout` and a `RuntimeError`.
         worker_init_fn: Function that each worker process calls with its index when it starts. If
-            it seeds torch's generator, workers do not seed that before each batch.
+            it seeds torch's generator, workers do not seed that before each batch. If it seeds
+            `random` or `numpy.random`, the seeds of batches come from what it has left.
         multiprocessing_context: Start method of the processes, or a context; by default that of
             `multiprocessing`.
         generator: Generator of torch that decides the order and the seeds; by default the global
@@ -125,7 +129,8 @@ class DataLoader(_DataLoader):
             if the `collate_fn` had raised it. None, the default: no limit.
         round_robin: Whether worker `i` of `n` makes batches `i`, `i + n` and so on, as with torch.
             None, the default: only where the result may depend on what a worker did before: with
-            a `worker_init_fn`, or a random generator in the dataset. Otherwise a free worker takes
+            a `worker_init_fn`, a random generator in the dataset, or code of its class that calls
+            `get_worker_info()` or `torch.initial_seed()`. Otherwise a free worker takes
             the next batch, so that no batch waits behind a slow one. Threads share the dataset,
             and take any batch.
         trace: Path of a file for the timeline of the latest epoch, or with `persistent_workers`
@@ -223,7 +228,8 @@ class DataLoader(_DataLoader):
         """Whether each worker has its own batches, in turn."""
         if self.round_robin is not None or self._is_auto:
             return bool(self.round_robin)
-        return self.worker_init_fn is not None or holds_generator(self.dataset)
+        may_seed = self.worker_init_fn is not None or asks_for_worker(self.dataset)
+        return may_seed or holds_generator(self.dataset)
 
     def _attributes(self, names: Iterable[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -242,11 +248,18 @@ class DataLoader(_DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the samplers and the dataset, if they have a `set_epoch` as well.
 
-        A sampler inside another one, such as that of a batch sampler, is set, too.
+        A sampler inside another one, such as that of a batch sampler, is set, too. The copies of
+        the dataset in persistent workers follow, as the next iteration begins. If the epoch is not
+        the one after the last, that iteration starts new workers.
+
+        Args:
+            epoch: Number of the epoch that the next iteration begins.
         """
         for owner in (*samplers_of(self), self.dataset):
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self._position.epoch_set = epoch
 
     def rebuilt(self, dataset: Any, **order: Any) -> DataLoader:
         """Return a new loader with the same options, and another dataset or order.
@@ -288,6 +301,24 @@ class DataLoader(_DataLoader):
         self._position.load_state_dict(state_dict)
         # Persistent workers have begun another epoch.
         self._iterator = None
+
+    def close(self) -> None:
+        """End all workers now, persistent ones too, also in the middle of an epoch.
+
+        Without it, workers end with their epoch, persistent ones with the loader and its iterator.
+        `with DataLoader(...) as loader:` calls it at its end. Iterators that are in use then raise
+        InvalidState. The loader stays usable: the next iteration begins a new epoch, with new
+        workers. Calling it again has no effect.
+        """
+        for iterator in list(self._position.iterators):
+            iterator.close()
+        self._iterator = None
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stats(self) -> Stats:
         """Return the statistics of the workers: of this iteration, or of the last whole epoch.

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.torch.position import holds_generator
+from enqueuer.adapters.torch.position import GLOBAL, holds_generator, marks_of
 from enqueuer.common.extras import framework
 from enqueuer.common.sizes import is_plain_tensor
 from enqueuer.common.text import str_of
@@ -35,7 +35,7 @@ from enqueuer.workers import collate
 from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, may_skip
-from enqueuer.workers.shards import Shard, Task, seed_python_and_numpy
+from enqueuer.workers.shards import Shard, Task, seeds_of
 from enqueuer.workers.task_loop import Raised, snapshots_of
 
 torch = framework("torch", "torch", "2.1")
@@ -44,6 +44,12 @@ _dtype_of = operator.attrgetter("dtype")
 _collate = torch.utils.data._utils.collate
 _of_torch = torch.utils.data._utils.worker
 _END = object()
+# How torch seeds a worker, by the seed of the iteration and its index.
+_SEEDERS: dict[str, Callable[[int, int], object]] = {
+    "random": lambda base_seed, index: random.seed(base_seed + index),
+    "torch": lambda base_seed, index: torch.manual_seed(base_seed + index),
+    "numpy": lambda base_seed, index: np.random.seed(_of_torch._generate_state(base_seed, index)),
+}
 _by_torch = {kind: _collate.default_collate_fn_map.get(kind) for kind in (torch.Tensor, np.ndarray)}
 
 
@@ -199,6 +205,8 @@ class LoaderWorker:
         is_thread: Whether it is a thread, which changes nothing that is its process's.
         goes_on: Whether an error of an iterable dataset takes the place of its batch, and the next
             batch follows.
+        epoch_offset: Difference of the dataset's epoch from the number of an epoch; None: its epoch
+            is not set.
     """
 
     dataset: Any
@@ -210,7 +218,12 @@ class LoaderWorker:
     size: int | None
     is_thread: bool
     goes_on: bool
+    epoch_offset: int | None = None
+    # Number of the epoch for which that of the dataset was set.
+    _epoch: int | None = field(init=False, default=None)
     _has_begun: bool = field(init=False, default=False)
+    # Numbers of what `init` has seeded, by the name of the global generator.
+    _seeded: dict[str, int] = field(init=False, default_factory=dict)
 
     @functools.cached_property
     def _fetcher(self) -> Any:
@@ -220,13 +233,10 @@ class LoaderWorker:
         """Seed the process as torch does, set its worker info, and call `worker_init_fn`.
 
         Returns:
-            How it is seeded before each batch of a map-style dataset. A `worker_init_fn` that seeds
-            torch's generator decides alone about that. What it seeds besides, as the recipe of
-            torch's documentation does, is seeded before each batch: the numbers must not depend on
-            the worker that is free first.
+            How it is seeded before each batch of a map-style dataset; None: as by any enqueuer.
         """
         collate_in_place()
-        self._seed(self.base_seed, index)
+        self._seed(index)
         if self.shared_seed is not None:
             shared = torch.Generator()
             shared.manual_seed(self.shared_seed)
@@ -236,13 +246,45 @@ class LoaderWorker:
         )
         if self.init is None:
             return None
-        before = torch.get_rng_state()
-        self.init(index)
-        is_seeded = not torch.equal(before, torch.get_rng_state())
-        return seed_python_and_numpy if is_seeded else None
+        self._seeded = self._seeded_by(self.init, index)
+        return self._seed_batch if self._seeded else None
 
-    def fetch(self, indices: Any) -> Any:
+    def _seeded_by(self, init: Callable[[int], object], index: int) -> dict[str, int]:
+        """Call `worker_init_fn`; return a number for each global generator that it has seeded.
+
+        A program that seeds by hand wants the same numbers in each run, whatever torch has drawn
+        for the iteration. So the seeds of batches and epochs come from these numbers.
+
+        The recipe of torch's documentation does not count. Its seed has the index of the worker,
+        and numbers must not depend on the worker that is free first.
+        """
+        recipe = torch.initial_seed() % 2**32
+        random.seed(recipe), np.random.seed(recipe)
+        by_recipe = marks_of(GLOBAL)
+        self._seed(index)
+        before = marks_of(GLOBAL)
+        init(index)
+        after = marks_of(GLOBAL)
+        return {n: mark for n, mark in after.items() if mark not in (before[n], by_recipe[n])}
+
+    def _seed_batch(self, task: Task) -> None:
+        """Seed before a batch; if `worker_init_fn` seeds torch, it decides alone about that."""
+        names = ("random", "numpy", "torch")
+        bases = [self._seeded.get(name, task.random_seed) for name in names]
+        python, legacy, of_torch = (seeds_of(Task(task.index, task.epoch, base)) for base in bases)
+        random.seed(python.python), np.random.seed(legacy.legacy)
+        if "torch" not in self._seeded:
+            torch.default_generator.manual_seed(of_torch.torch)
+
+    def _set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the dataset, if that is to be done, once for each."""
+        if self.epoch_offset is not None and self._epoch != epoch:
+            self.dataset.set_epoch(epoch + self.epoch_offset)
+            self._epoch = epoch
+
+    def fetch(self, indices: Any, task: Task) -> Any:
         """Return the batch of some indices of a map-style dataset."""
+        self._set_epoch(task.epoch)
         batch = self._fetcher.fetch(indices)
         return NoBatch() if batch is None else batch
 
@@ -250,6 +292,7 @@ class LoaderWorker:
         """Yield the batches of an iterable dataset, which each worker iterates by itself."""
         if not self.is_thread:
             self._begin_epoch(shard)
+            self._set_epoch(shard.epoch)
         fetcher = self.make_fetcher()
         indices = None if self.size is None else [None] * self.size
         while True:
@@ -281,15 +324,16 @@ class LoaderWorker:
                     "persistent_workers=False"
                 )
         if shard.epoch:
-            place = np.random.SeedSequence((self.base_seed, shard.epoch))
-            # As large as the seeds that torch draws.
-            self._seed(int(place.generate_state(1, np.uint64)[0] >> np.uint64(2)), shard.index)
+            self._seed(shard.index, shard.epoch)
 
-    @staticmethod
-    def _seed(base_seed: int, index: int) -> None:
-        random.seed(base_seed + index)
-        torch.manual_seed(base_seed + index)
-        np.random.seed(_of_torch._generate_state(base_seed, index))
+    def _seed(self, index: int, epoch: int = 0) -> None:
+        for name, seed in _SEEDERS.items():
+            base = self._seeded.get(name, self.base_seed)
+            if epoch:
+                place = np.random.SeedSequence((base, epoch))
+                # As large as the seeds that torch draws.
+                base = int(place.generate_state(1, np.uint64)[0] >> np.uint64(2))
+            seed(base, index)
 
 
 class NoBatch(Raised):

@@ -29,7 +29,7 @@ from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.errors import BatchTimeout, WorkerDied, WorkerError
+from enqueuer.errors import BatchTimeout, InvalidState, WorkerDied, WorkerError
 from enqueuer.workers.messages import Epoch, Start
 
 torch = framework("torch", "torch", "2.1")
@@ -124,8 +124,10 @@ class WorkerIterator(_BaseIterator):
 
     Attributes:
         enqueuer: Enqueuer of the workers.
+        is_closed: Whether `close()` was called.
     """
 
+    is_closed = False
     _base_seed: int
 
     def __init__(self, loader: Any, options: Mapping[str, Any], position: Position) -> None:
@@ -152,10 +154,7 @@ class WorkerIterator(_BaseIterator):
             drawn = self._position.draw(self._sampler_iter, loader)
             drawn.draw(self._position.step + self._ahead)
             self._indices.drawn = drawn
-            if not first_iter and self._shared_seed is not None:
-                # The data pipes get another seed, which only a new worker takes.
-                self.enqueuer.stop()
-                self.enqueuer = self._new_enqueuer(loader)
+            self._send_news(first_iter)
             if core_of(self.enqueuer).is_idle:
                 self._start(resumed)
             self._batches = iter(self.enqueuer)
@@ -165,6 +164,21 @@ class WorkerIterator(_BaseIterator):
         may_skip = self._options["on_error"] is not NoBatch
         is_counted = not (self._is_iterable or may_skip) and self._options["ordered"] is True
         self._position.needs_workers = not is_counted
+
+    def _send_news(self, first_iter: bool) -> None:
+        """Let new workers begin the epoch, if those that run lack what it needs."""
+        worker, epoch = self._worker, self._position.epoch_set
+        self._position.epoch_set = None
+        offset = None
+        # Persistent workers count on from the epoch that was set.
+        if epoch is not None and self._persistent_workers and not worker.is_thread:
+            offset = epoch - self._position.epoch
+        # The first workers have the seed that torch drew before it drew the one of this epoch.
+        shared_seed = worker.shared_seed if first_iter else self._shared_seed
+        if (shared_seed, offset) != (worker.shared_seed, worker.epoch_offset):
+            if not core_of(self.enqueuer).is_idle:
+                self.enqueuer.stop()
+            worker.shared_seed, worker.epoch_offset = shared_seed, offset
 
     def _start(self, resumed: Mapping[str, Any] | None) -> None:
         enqueuer, position = self.enqueuer, self._position
@@ -207,7 +221,7 @@ class WorkerIterator(_BaseIterator):
         self.enqueuer.stop()
 
     def _new_enqueuer(self, loader: Any) -> BaseEnqueuer[Any]:
-        worker = LoaderWorker(
+        worker = self._worker = LoaderWorker(
             loader.dataset,
             fetchers_of(loader),
             self._num_workers,
@@ -231,6 +245,8 @@ class WorkerIterator(_BaseIterator):
             return enqueuer
         source: Any = workload.source
         source.begin_worker, source.is_round_robin = worker.begin, self._is_round_robin
+        # So the samplers are read when torch reads them.
+        source.most_out = self._ahead if isinstance(options["workers"], int) else None
         return enqueuer
 
     def _init_of(self, loader: Any) -> Callable[[int], object] | None:
@@ -242,6 +258,7 @@ class WorkerIterator(_BaseIterator):
         return functools.partial(divide, init, self._world_size, self._rank)
 
     def _next_data(self) -> Any:
+        _check_open(self)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -270,6 +287,11 @@ class WorkerIterator(_BaseIterator):
             return _pinning.pin_memory(batch, self._pin_memory_device)
         return batch
 
+    def close(self) -> None:
+        """End the workers, and give no more batches."""
+        self.is_closed = True
+        self.enqueuer.stop()
+
     def _shutdown_workers(self) -> None:
         """End the workers; libraries call this by torch's name for it."""
         self.enqueuer.stop()
@@ -281,8 +303,12 @@ class LocalIterator(_LocalIterator):
     Args:
         loader: The DataLoader.
         position: Position of the loader, which this iterator moves on.
+
+    Attributes:
+        is_closed: Whether `close()` was called.
     """
 
+    is_closed = False
     _base_seed: int
     _sampler_iter: Iterator[Any]
 
@@ -307,7 +333,12 @@ class LocalIterator(_LocalIterator):
                 for _ in range(position.step):
                     self._dataset_fetcher.fetch(next(drawn))
 
+    def close(self) -> None:
+        """Give no more batches."""
+        self.is_closed = True
+
     def _next_data(self) -> Any:
+        _check_open(self)
         try:
             batch = super()._next_data()
         except StopIteration:
@@ -319,6 +350,14 @@ class LocalIterator(_LocalIterator):
             raise
         self._position.advance(self)
         return batch
+
+
+def _check_open(iterator: WorkerIterator | LocalIterator) -> None:
+    if iterator.is_closed:
+        raise InvalidState(
+            "this iterator ended when its DataLoader was closed, by close() or the end of a `with` "
+            "block; iterate over the DataLoader again to begin a new epoch"
+        )
 
 
 def _is_pipe(dataset: Any) -> bool:

@@ -285,6 +285,22 @@ def holds_generator(dataset: Any) -> bool:
     return False
 
 
+# Functions by which a dataset may make a generator in each worker, when it is first asked.
+_OF_WORKERS = frozenset({"get_worker_info", "initial_seed"})
+
+
+def asks_for_worker(dataset: Any) -> bool:
+    """Return whether the code of a dataset asks in which worker it runs, or for its seed."""
+    for _ in range(_MOST_OWNERS):
+        for kind in type(dataset).__mro__:
+            functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
+            if any(not _OF_WORKERS.isdisjoint(f.__code__.co_names) for f in functions):
+                return True
+        # Of a subset, for example.
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")
+    return False
+
+
 def ranks_of(loader: Any) -> list[int] | None:
     """Return the rank and the world size of the samplers of a DataLoader; None without them."""
     for _, owner in _owners(loader):
@@ -361,6 +377,8 @@ class Position:
             from other states than those of the global streams.
         needs_workers: Whether the position of the iterator's enqueuer is needed as well.
         iterator: Returns the latest iterator; None if it was dropped.
+        iterators: All that were not dropped.
+        epoch_set: Epoch that was set for the dataset since an iteration began; or None.
         ended: Enqueuer of the last whole epoch, which has no workers any more; or None.
     """
 
@@ -382,6 +400,8 @@ class Position:
         self._seed: int | None = None
         self._loaded: dict[str, Any] | None = None
         self.iterator: Callable[[], Any] = lambda: None
+        self.epoch_set: int | None = None
+        self.iterators = weakref.WeakSet[Any]()
         # Whether an earlier iterator has given batches since the latest one began.
         self._is_shared = False
         # Reason for which the latest state has no position.
@@ -457,6 +477,7 @@ class Position:
         loaded, goes_on = self._loaded, self._goes_on
         self._why_none = ""
         self.iterator, self._is_shared = weakref.ref(iterator), False
+        self.iterators.add(iterator)
         self._loaded, self.needs_workers = None, False
         try:
             if loaded is None or loaded["before"] is None:
