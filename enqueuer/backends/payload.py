@@ -17,7 +17,6 @@ import contextlib
 import copyreg
 import errno
 import functools
-import importlib
 import io
 import os
 import sys
@@ -251,9 +250,6 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE)
 # In the errors of objects that only forked workers share; multiprocessing's has these words.
 OF_FORK = "created in a fork context"
 
-# Attribute of the resource tracker, which multiprocessing sets in its own children.
-_TRACKER_FD = "_fd"
-
 # The descriptors that this worker was given, while it loads its source.
 _handed: list[int] = []
 
@@ -366,22 +362,6 @@ class Handover:
             raise
         return self._places[key]
 
-    def tracker(self) -> int | None:
-        """Return the place of multiprocessing's resource tracker; None if none runs.
-
-        A worker with a tracker of its own would unlink, at its end, all `SharedMemory` that it
-        has opened.
-        """
-        module: Any = sys.modules.get("multiprocessing.resource_tracker")
-        fd = None if module is None else getattr(module._resource_tracker, _TRACKER_FD)
-        try:
-            return None if fd is None else self.duplicate_for_child(fd)
-        except OSError:
-            # The program may have closed it.
-            if self.error is not None:
-                raise
-            return None
-
     def close(self) -> None:
         """Close the duplicates."""
         for descriptor in self.descriptors:
@@ -390,17 +370,9 @@ class Handover:
 
 
 @contextlib.contextmanager
-def handed(fds: Sequence[int], tracker: int | None) -> Iterator[None]:
-    """Load objects with these descriptors in a worker; they are closed afterwards.
-
-    Args:
-        fds: The descriptors.
-        tracker: Place of the resource tracker's, which the worker keeps; None: there is none.
-    """
+def handed(fds: Sequence[int]) -> Iterator[None]:
+    """Load objects with these descriptors in a worker; they are closed afterwards."""
     _handed[:] = fds
-    if tracker is not None:
-        module: Any = importlib.import_module("multiprocessing.resource_tracker")
-        setattr(module._resource_tracker, _TRACKER_FD, os.dup(fds[tracker]))
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ MAX_PACKET = 64 * 1024
 HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 
 # Descriptors that come with one packet.
-_MOST_FDS = 4
+_MOST_FDS = 5
 _ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _HOW = MAX_PACKET, _ANCILLARY, _FLAGS

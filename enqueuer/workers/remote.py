@@ -26,13 +26,21 @@ from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import run_worker
 
 
-def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
+def after_import(names: Collection[str], act: Callable[[str], object]) -> None:
     """Call `act` with the name of each of these modules that this process imports from now on."""
     sys.meta_path.insert(0, _Finder(names, act))
 
 
+def on_import(name: str, act: Callable[[str], object]) -> None:
+    """Call `act` with the name of a module that is imported already, else after its import."""
+    if name in sys.modules:
+        act(name)
+    else:
+        after_import([name], act)
+
+
 class _Finder:
-    def __init__(self, names: Collection[str], act: Callable[[str], None]) -> None:
+    def __init__(self, names: Collection[str], act: Callable[[str], object]) -> None:
         self._names = frozenset(names)
         self._act = act
 

@@ -377,6 +377,22 @@ def _signal_name(number: int) -> str:
 # --- the start ----------------------------------------------------------------------------------
 
 
+def resource_tracker() -> list[int]:
+    """Return the descriptor of this program's resource tracker, which is started if none runs.
+
+    A worker that started one of its own would destroy, at its end, each `SharedMemory` that it has
+    opened by its name.
+
+    Returns:
+        Nothing if the system has no room for another process.
+    """
+    # Its import takes longer than to fork a worker.
+    module = importlib.import_module("multiprocessing.resource_tracker")
+    with suppressed(OSError):
+        return [module.getfd()]
+    return []
+
+
 def _is_local(source: Source | TaskSource) -> bool:
     """Return whether the user's code, or its class, was defined within a function."""
     if isinstance(source, TaskSource):
@@ -438,12 +454,15 @@ class Starter:
             # The source has a pickle of its own: an error while that is loaded is the user's.
             where = f"a process started by {job.start_method}"
             pickled = pickled_source(job.source, job.on_error, where, _OTHERS, shared)
-            head = pickle.dumps((self._config, shared.tracker(), pickled), protocol=5)
+            head = pickle.dumps((self._config, pickled), protocol=5)
             self._shared = shared.descriptors
             self._payload = Descriptor(write_payload(head, shared.buffers))
             # The source may have made them for its pickle.
             shared.buffers.clear()
             resources.callback(self._payload.close)
+            if job.start_method == "forkserver":
+                # It starts beside the fork server; with spawn, beside the first worker.
+                resource_tracker()
 
     @functools.cached_property
     def _config(self) -> ProcessConfig:
@@ -509,7 +528,9 @@ class Starter:
             packets = Packets(sock)
             if self._payload is not None:
                 its = [self._payload, memory, its_stack, tasks]
-                packets.send(pickle.dumps(start), [end.fileno() for end in its if end is not None])
+                fds, tracker = [end.fileno() for end in its if end is not None], resource_tracker()
+                start = start._replace(has_tracker=bool(tracker))
+                packets.send(pickle.dumps(start), fds + tracker)
                 send_descriptors(packets, [shared.fileno() for shared in self._shared])
             undo.pop_all()
         self._close_payload_after(index)
