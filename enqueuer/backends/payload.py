@@ -38,6 +38,8 @@ from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
+from enqueuer.workers.remote import check_not_importing
+from enqueuer.workers.settings import Initializer, Settings, used_values
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
 
@@ -51,8 +53,9 @@ def pickled_source(
     where: str,
     others: str,
     shared: Handover | None = None,
+    initializer: Initializer | None = None,
 ) -> bytes:
-    """Return the pickle of a source and `on_error`.
+    """Return the pickle of a source and `on_error`, for `load_source()`.
 
     Args:
         source: Source that is to be run.
@@ -61,14 +64,17 @@ def pickled_source(
         others: Options that would not send it, in words.
         shared: Keeper of large buffers and of the descriptors of shared objects; None: buffers are
             part of the pickle, and these objects cannot be sent.
+        initializer: Function that workers call before.
 
     Raises:
         NoRoom: There was no descriptor left for it.
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
+        StartError: A worker is importing the module that starts this.
         OSError: There is no room for the descriptors of shared objects.
     """
+    check_not_importing()
     try:
-        return _dumps((source, on_error), shared)
+        return _dumps((initializer, source, on_error, used_values(*_parts_of(source))), shared)
     except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
@@ -78,15 +84,29 @@ def pickled_source(
                 "(`ulimit -n`), or close some"
             ) from error
         can_send = functools.partial(_can_send, shared)
-        if not can_send(on_error):
-            raise SourceNotPicklable(
-                f"on_error={name_of(on_error)} cannot be sent to {where}: "
-                f"{error}; use a function of a module, or {others}"
-            ) from error
+        for name, value in (("on_error", on_error), ("initializer", initializer)):
+            if not can_send(value):
+                function = value.function if isinstance(value, Initializer) else value
+                raise SourceNotPicklable(
+                    f"{name}={name_of(function)} cannot be sent to {where}: "
+                    f"{error}; use a function of a module, or {others}"
+                ) from error
         reason = _why_not(source, where, others, can_send)
         if shared is not None and OF_FORK in str(error):
             reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
         raise SourceNotPicklable(reason) from error
+
+
+def program_settings() -> Settings:
+    """Return the settings of this program for workers that are not forked."""
+    return Settings.of_this_process(functools.partial(_dumps, shared=None))
+
+
+def _parts_of(source: Source | TaskSource) -> list[object]:
+    """Return what holds the user's functions."""
+    if isinstance(source, TaskSource):
+        return [source.map, source.collate, source.items]
+    return [source.iterable if isinstance(source, LiveSource) else source.function]
 
 
 def _can_send(shared: Handover | None, value: object) -> bool:

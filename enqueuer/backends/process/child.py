@@ -54,7 +54,8 @@ from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, serve_failure
-from enqueuer.workers.remote import WorkerConfig, on_import
+from enqueuer.workers.remote import WorkerConfig, be_worker, on_import
+from enqueuer.workers.settings import Initializer, load_source
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -219,13 +220,14 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
     head, buffers = read_payload(payload_fd)
-    config, *pickled = pickle.loads(head)
+    config, settings, *pickled = pickle.loads(head)
     del head
     if config.parent_environment is not None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
     native.limit_loaded()
     importlib.import_module(_OFTEN_LOADED)
+    settings.apply()
 
     def load() -> tuple[Source | TaskSource, OnError]:
         given: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -239,7 +241,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             given = handed(shared)
         with given:
             # The pickle is of no use after that, and may be large.
-            return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
+            return load_source(pickled.pop(), start.worker, buffers)  # type: ignore[no-any-return]
 
     _work(packets, ends, config, start, load)
     _leave()
@@ -252,12 +254,19 @@ def main_forked(
     loaded: native.Loaded,
     source: Source | TaskSource,
     on_error: OnError,
+    initializer: Initializer | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
     loaded.limit()
-    _work(packets, ends, config, start, lambda: (source, on_error))
+
+    def load() -> tuple[Source | TaskSource, OnError]:
+        if initializer is not None:
+            initializer()
+        return source, on_error
+
+    _work(packets, ends, config, start, load)
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -269,6 +278,7 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
             over: a worker that needs it imports it again, and reports the error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    be_worker()
     for name in (_OFTEN_LOADED, *preload):
         # A module may even call `sys.exit()`.
         with contextlib.suppress(BaseException):
@@ -294,6 +304,7 @@ def _leave() -> None:
 
 
 def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
+    be_worker()
     _reset_signals()
     _arm(lifeline)
     close_in_children(sock)

@@ -447,14 +447,16 @@ class Starter:
                 importlib.import_module("cloudpickle")
         else:
             # Forked workers do not need it, and its import takes some milliseconds.
-            from enqueuer.backends.payload import Handover, pickled_source
+            from enqueuer.backends.payload import Handover, pickled_source, program_settings
 
             shared = Handover()
             resources.callback(shared.close)
             # The source has a pickle of its own: an error while that is loaded is the user's.
             where = f"a process started by {job.start_method}"
-            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, shared)
-            head = pickle.dumps((self._config, pickled), protocol=5)
+            pickled = pickled_source(
+                job.source, job.on_error, where, _OTHERS, shared, job.initializer
+            )
+            head = pickle.dumps((self._config, program_settings(), pickled), protocol=5)
             self._shared = shared.descriptors
             self._payload = Descriptor(write_payload(head, shared.buffers))
             # The source may have made them for its pickle.
@@ -544,7 +546,7 @@ class Starter:
         job = self._job
         if job.start_method == "fork":
             given = ends, self._config, start, self._loaded, self._source, job.on_error
-            return fork(functools.partial(main_forked, *given))
+            return fork(functools.partial(main_forked, *given, job.initializer))
         if job.start_method == "spawn":
             fds = ends.sock.fileno(), ends.lifeline.fileno()
             return Child(fresh_interpreter(program("main", *fds), fds, self._thread_limits))
