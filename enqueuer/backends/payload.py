@@ -38,7 +38,6 @@ from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
-from enqueuer.workers.remote import check_not_importing
 from enqueuer.workers.settings import Initializer, Settings, used_values
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
@@ -69,10 +68,8 @@ def pickled_source(
     Raises:
         NoRoom: There was no descriptor left for it.
         SourceNotPicklable: One of these cannot be pickled; the message names the culprit.
-        StartError: A worker is importing the module that starts this.
         OSError: There is no room for the descriptors of shared objects.
     """
-    check_not_importing()
     try:
         return _dumps((initializer, source, on_error, used_values(*_parts_of(source))), shared)
     except Exception as error:

@@ -50,7 +50,11 @@ def pair(
     if kind is None:
         has_packets = HAS_SEQPACKET and not is_portable()
         kind = socket.SOCK_SEQPACKET if has_packets else otherwise
-    return socket.socketpair(socket.AF_UNIX, kind)
+    ends = socket.socketpair(socket.AF_UNIX, kind)
+    for end in ends:
+        # Otherwise the program's `socket.setdefaulttimeout()` would hold for them.
+        end.setblocking(True)
+    return ends
 
 
 class Packets:

@@ -284,11 +284,8 @@ class _Walk:
         is_own = _is_own(sys.modules.get(module))
         if not is_own and module not in _MAIN:
             return
-        for cell in function.__closure__ or ():
-            # An empty cell raises ValueError.
-            with contextlib.suppress(ValueError):
-                self.waiting.append(cell.cell_contents)
-        names: set[str] = set()
+        free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        names = set(free)
         for code in _codes_in(function.__code__):
             names.update(code.co_names, (text for text in code.co_consts if type(text) is str))
             steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
@@ -298,9 +295,12 @@ class _Walk:
             self._note((module,), space, names)
         for name in sorted(names):
             value = space.get(name, sys.modules.get(name))
+            # An empty cell raises ValueError.
+            with contextlib.suppress(KeyError, ValueError):
+                value = free[name].cell_contents
             if _is_own(value):
                 self._note((value.__name__,), vars(value), names)
-            elif name in space and not _is_plain(value):
+            elif (name in space or name in free) and not _is_plain(value):
                 self.waiting.append(value)
                 homes = [] if is_own else [m for m in self._modules if vars(m).get(name) is value]
                 for home in homes[:1]:

@@ -66,6 +66,8 @@ _OFTEN_LOADED = "cloudpickle"
 ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
+# Attribute of the resource tracker, which multiprocessing sets in its own children.
+_TRACKER_FD = "_fd"
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
@@ -350,8 +352,7 @@ def _use_tracker(fd: int) -> None:
     """Have multiprocessing use the program's resource tracker, as in its own children."""
 
     def use(name: str) -> None:
-        # Nothing public does this.
-        sys.modules[name]._resource_tracker._fd = fd
+        setattr(sys.modules[name]._resource_tracker, _TRACKER_FD, fd)
 
     on_import("multiprocessing.resource_tracker", use)
 

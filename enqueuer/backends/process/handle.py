@@ -529,17 +529,19 @@ class Starter:
             undo.callback(process.close)
             packets = Packets(sock)
             if self._payload is not None:
-                its = [self._payload, memory, its_stack, tasks]
-                fds, tracker = [end.fileno() for end in its if end is not None], resource_tracker()
-                start = start._replace(has_tracker=bool(tracker))
-                packets.send(pickle.dumps(start), fds + tracker)
-                send_descriptors(packets, [shared.fileno() for shared in self._shared])
+                self._send(packets, start, [self._payload, memory, its_stack, tasks])
             undo.pop_all()
         self._close_payload_after(index)
         name = f"worker {index} (process {process.pid}, {self._job.start_method})"
         inbox = ItemReceiver(packets, ring, start.credit, name, room)
         pidfd = open_pidfd(process)
         return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
+
+    def _send(self, packets: Packets, start: ProcessStart, its: Iterable[Closable | None]) -> None:
+        """Send a worker what it needs; it has been started, and is not forked."""
+        fds, tracker = [end.fileno() for end in its if end is not None], resource_tracker()
+        packets.send(pickle.dumps(start._replace(has_tracker=bool(tracker))), fds + tracker)
+        send_descriptors(packets, [shared.fileno() for shared in self._shared])
 
     def launch(self, ends: Ends, start: ProcessStart) -> Launched:
         """Start the process of a worker."""
