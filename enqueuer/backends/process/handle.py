@@ -25,6 +25,7 @@ import multiprocessing.popen_fork
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -537,7 +538,12 @@ class Starter:
         pidfd = open_pidfd(process)
         return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
 
-    def _send(self, packets: Packets, start: ProcessStart, its: Iterable[Closable | None]) -> None:
+    def _send(
+        self,
+        packets: Packets,
+        start: ProcessStart,
+        its: Iterable[socket.socket | Descriptor | None],
+    ) -> None:
         """Send a worker what it needs; it has been started, and is not forked."""
         fds, tracker = [end.fileno() for end in its if end is not None], resource_tracker()
         packets.send(pickle.dumps(start._replace(has_tracker=bool(tracker))), fds + tracker)
