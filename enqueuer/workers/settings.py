@@ -348,7 +348,9 @@ def _space_of(value: object) -> Mapping[Any, Any]:
         return {}
 
 
-_NOT_OWN = (os.path.dirname(os.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)))
+_NOT_OWN = tuple(
+    os.path.join(os.path.dirname(path), "") for path in (os.__file__, os.path.dirname(__file__))
+)
 
 
 def _is_own(module: object) -> TypeGuard[ModuleType]:

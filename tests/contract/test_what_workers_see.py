@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 import time
+import types
 import warnings
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -137,6 +138,41 @@ def test_flags_of_pillow_hold_in_workers(method, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     monkeypatch.setattr(PngImagePlugin, "MAX_TEXT_CHUNK", 123456)
     assert first(pillow_flags, method) == (True, None, 123456)
+
+
+def plugins():
+    import h5py  # noqa: F401
+
+    yield "hdf5plugin" in sys.modules
+
+
+@pytest.mark.parametrize("method", UNFORKED)
+def test_a_plugin_that_the_program_has_imported_is_imported_in_workers(
+    method, tmp_path, monkeypatch
+):
+    needs("h5py")
+    (tmp_path / "hdf5plugin.py").write_text("import h5py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hdf5plugin", raising=False)
+    assert not first(plugins, method)
+    monkeypatch.setitem(sys.modules, "hdf5plugin", types.ModuleType("hdf5plugin"))
+    assert first(plugins, method)
+
+
+def warned():
+    warnings.warn("of a worker", stacklevel=1)
+    yield 1
+
+
+def test_warnings_that_the_program_logs_are_logged_by_workers(method, caplog):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        try:
+            first(warned, method)
+        finally:
+            logging.captureWarnings(False)
+    assert any("of a worker" in record.getMessage() for record in caplog.records)
 
 
 def imported():
