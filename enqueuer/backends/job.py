@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers.plan import OnError, Plan
+from enqueuer.workers.settings import Initializer
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -62,6 +63,7 @@ class Job:
         has_globals: Whether the workers have global random states of their own, as processes do.
         forward_logs: True, False or "multiprocessing-logging"; not of threads.
         keep_freed_memory: Whether workers keep the memory that they free; not of threads.
+        initializer: Function that each worker calls before it loads the source; not of threads.
         on_error: Reaction to an exception of the source.
         max_restarts: Number of dead workers that are replaced; not of threads.
         may_grow: Whether there may be more workers later.
@@ -87,6 +89,7 @@ class Job:
     most_workers: int = 0
     threads_per_worker: int | None = None
     keep_freed_memory: bool = True
+    initializer: Initializer | None = None
     may_grow: bool = False
     element_timeout: float | None = None
     longest_wait_s: float | None = None

@@ -18,6 +18,7 @@ from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
 from enqueuer.monitoring.meters import LoopMeter
+from enqueuer.workers.remote import check_not_importing
 from enqueuer.workers.tasks import TaskSource
 
 Backend: TypeAlias = Engine[Any]
@@ -58,10 +59,12 @@ def load(
         deferred: Calls that the loop makes after a wait, which ends for them.
 
     Raises:
-        StartError: This system cannot run it.
+        StartError: This system cannot run it, or this is a worker that imports a module.
     """
     if name == "process" and job.workers and not hasattr(os, "fork"):
         raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
+    if name != "thread" and job.workers and job.start_method != "fork":
+        check_not_importing()
     if name == "process" and job.workers and job.start_method == "forkserver":
         # The server imports numpy while this process pickles the source.
         fork_server.server.begin()

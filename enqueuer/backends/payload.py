@@ -18,7 +18,6 @@ import copyreg
 import dis
 import errno
 import functools
-import importlib
 import io
 import os
 import pickle
@@ -32,13 +31,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph
+from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.culprit import find_culprit, parts_of
 from enqueuer.transport.definitions import Pickler, held_by_modules, program_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
+from enqueuer.workers.settings import Initializer, Settings, used_values
 from enqueuer.workers.sources import LiveSource, Source, name_of
 from enqueuer.workers.tasks import TaskSource
 
@@ -50,8 +50,9 @@ def pickled_source(
     others: str,
     known: dict[str, Any],
     shared: Handover | None = None,
+    initializer: Initializer | None = None,
 ) -> Payload:
-    """Return the pickle of a source and `on_error`.
+    """Return the pickle of a source and `on_error`, for `load_source()`.
 
     Args:
         source: Source that is to be run.
@@ -61,6 +62,7 @@ def pickled_source(
         known: Where the definitions that the workers will have are added, by their ids.
         shared: Keeper of large buffers and of the descriptors of shared objects; None: buffers are
             part of the pickle, and these objects cannot be sent.
+        initializer: Function that workers call before.
 
     Raises:
         NoRoom: There was no descriptor left for it.
@@ -69,15 +71,16 @@ def pickled_source(
     """
     held: Mapping[int, tuple[str, str]] = {}
     try:
+        what = initializer, source, on_error, used_values(*_user_parts_of(source))
         try:
-            pickled, pickler = _dump((source, on_error), shared, held)
+            pickled, pickler = _dump(what, shared, held)
         except Exception:
             if shared is not None:
                 if shared.error is not None:
                     raise
                 shared.close()
             held = held_by_modules()
-            pickled, pickler = _dump((source, on_error), shared, held)
+            pickled, pickler = _dump(what, shared, held)
         program = pickle.dumps(program_of(pickler), protocol=5)
         known.update(pickler.sent)
         return Payload(program, pickled)
@@ -90,17 +93,31 @@ def pickled_source(
                 "(`ulimit -n`), or close some"
             ) from error
         can_send = functools.partial(_can_send, shared, held)
-        if not can_send(on_error):
-            raise SourceNotPicklable(
-                f"on_error={name_of(on_error)} cannot be sent to {where}: "
-                f"{error}; use a function of a module, or {others}"
-            ) from error
+        for name, value in (("on_error", on_error), ("initializer", initializer)):
+            if not can_send(value):
+                function = value.function if isinstance(value, Initializer) else value
+                raise SourceNotPicklable(
+                    f"{name}={name_of(function)} cannot be sent to {where}: "
+                    f"{error}; use a function of a module, or {others}"
+                ) from error
         reason = _why_not(source, where, others, can_send)
         if ".detach()" in str(error):
             reason += f". {error}"
         if shared is not None and OF_FORK in str(error):
             reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
         raise SourceNotPicklable(reason) from error
+
+
+def program_settings() -> Settings:
+    """Return the settings of this program for workers that are not forked."""
+    return Settings.of_this_process(lambda value: _dump(value, None, {})[0])
+
+
+def _user_parts_of(source: Source | TaskSource) -> list[object]:
+    """Return what holds the user's functions."""
+    if isinstance(source, TaskSource):
+        return [source.map, source.collate, source.items]
+    return [source.iterable if isinstance(source, LiveSource) else source.function]
 
 
 def _can_send(shared: Handover | None, held: Mapping[int, tuple[str, str]], value: object) -> bool:
@@ -262,9 +279,6 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE)
 # In the errors of objects that only forked workers share; multiprocessing's has these words.
 OF_FORK = "created in a fork context"
 
-# Attribute of the resource tracker, which multiprocessing sets in its own children.
-_TRACKER_FD = "_fd"
-
 # The descriptors that this worker was given, while it loads its source.
 _handed: list[int] = []
 
@@ -377,22 +391,6 @@ class Handover:
             raise
         return self._places[key]
 
-    def tracker(self) -> int | None:
-        """Return the place of multiprocessing's resource tracker; None if none runs.
-
-        A worker with a tracker of its own would unlink, at its end, all `SharedMemory` that it
-        has opened.
-        """
-        module: Any = sys.modules.get("multiprocessing.resource_tracker")
-        fd = None if module is None else getattr(module._resource_tracker, _TRACKER_FD)
-        try:
-            return None if fd is None else self.duplicate_for_child(fd)
-        except OSError:
-            # The program may have closed it.
-            if self.error is not None:
-                raise
-            return None
-
     def close(self) -> None:
         """Close the duplicates, and forget what was kept."""
         for descriptor in self.descriptors:
@@ -403,17 +401,9 @@ class Handover:
 
 
 @contextlib.contextmanager
-def handed(fds: Sequence[int], tracker: int | None) -> Iterator[None]:
-    """Load objects with these descriptors in a worker; they are closed afterwards.
-
-    Args:
-        fds: The descriptors.
-        tracker: Place of the resource tracker's, which the worker keeps; None: there is none.
-    """
+def handed(fds: Sequence[int]) -> Iterator[None]:
+    """Load objects with these descriptors in a worker; they are closed afterwards."""
     _handed[:] = fds
-    if tracker is not None:
-        module: Any = importlib.import_module("multiprocessing.resource_tracker")
-        setattr(module._resource_tracker, _TRACKER_FD, os.dup(fds[tracker]))
     try:
         yield
     finally:

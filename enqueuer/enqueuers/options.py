@@ -28,6 +28,7 @@ from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.progress import Progress
 from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
 from enqueuer.workers.plan import OnError
+from enqueuer.workers.settings import Initializer
 from enqueuer.workers.sources import LiveSource, Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -99,6 +100,18 @@ def _forward_logs(name: str, value: object) -> object:
     raise ValueError(f"{name} must be True, False or '{MULTIPROCESSING_LOGGING}', got {value!r}")
 
 
+def _initializer(name: str, value: object) -> object:
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be a function or None, got {value!r}")
+    return value
+
+
+def _initargs(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a tuple of arguments, got {value!r}")
+    return tuple(value)
+
+
 def _address(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} must be a string or None, got {value!r}")
@@ -145,6 +158,11 @@ class Processes(Checked):
             free, instead of returning it to the system and getting it again for the next one.
             True by default; it applies to glibc, and variables such as
             `MALLOC_TRIM_THRESHOLD_` in the environment take precedence.
+        initializer: Function that each worker process calls before it loads the source, whatever
+            its start method: it sets what the source relies on, such as a variable of a module.
+            Its exceptions become `StartError`. None, the default, calls nothing. With `workers=0`
+            it is not called, as the loop's process has what the program has set.
+        initargs: Arguments of `initializer`; none by default.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -164,6 +182,8 @@ class Processes(Checked):
     threads: int | None = option(None, checks.optional(checks.positive))
     forward_logs: bool | Literal["multiprocessing-logging"] = option(True, _forward_logs)
     keep_freed_memory: bool = option(True, checks.flag)
+    initializer: Callable[..., object] | None = option(None, _initializer)
+    initargs: Iterable[Any] = option((), _initargs)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,6 +215,10 @@ class Ray(Checked):
             free, instead of returning it to the system and getting it again for the next one.
             True by default; it applies to glibc, and variables such as
             `MALLOC_TRIM_THRESHOLD_` in the environment take precedence.
+        initializer: Function that each actor calls before it loads the source: it sets what the
+            source relies on, such as a variable of a module. Its exceptions become `StartError`.
+            None, the default, calls nothing, and so does `workers=0`.
+        initargs: Arguments of `initializer`; none by default.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -211,6 +235,8 @@ class Ray(Checked):
     copy_arrays: bool = option(False, checks.flag)
     forward_logs: bool = option(True, checks.flag)
     keep_freed_memory: bool = option(True, checks.flag)
+    initializer: Callable[..., object] | None = option(None, _initializer)
+    initargs: Iterable[Any] = option((), _initargs)
 
     def for_job(self) -> RayOptions:
         """Return what the backend needs to know of Ray."""
@@ -576,6 +602,14 @@ class Options(Checked):
     def forward_logs(self) -> bool | str:
         """How logs of workers reach this process; threads log here anyway."""
         return True if isinstance(self.backend, (str, type(None))) else self.backend.forward_logs
+
+    @property
+    def initializer(self) -> Initializer | None:
+        """What workers in other processes call before they load the source."""
+        backend = self.backend
+        if not isinstance(backend, (Processes, Ray)) or backend.initializer is None:
+            return None
+        return Initializer(backend.initializer, tuple(backend.initargs))
 
     def start_method(self, source: Source | TaskSource) -> str:
         """Return how processes are started; "" for threads and Ray."""

@@ -221,6 +221,7 @@ class Workload(Protocol):
             forward_logs=options.forward_logs,
             keep_freed_memory=not isinstance(backend, (Processes, Ray))
             or backend.keep_freed_memory,
+            initializer=options.initializer,
             on_error=options.on_error,
             max_restarts=options.max_restarts,
             may_grow=options.is_auto,

@@ -29,7 +29,7 @@ MAX_PACKET = 64 * 1024
 HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 
 # Descriptors that come with one packet.
-_MOST_FDS = 4
+_MOST_FDS = 5
 _ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _HOW = MAX_PACKET, _ANCILLARY, _FLAGS
@@ -50,7 +50,11 @@ def pair(
     if kind is None:
         has_packets = HAS_SEQPACKET and not is_portable()
         kind = socket.SOCK_SEQPACKET if has_packets else otherwise
-    return socket.socketpair(socket.AF_UNIX, kind)
+    ends = socket.socketpair(socket.AF_UNIX, kind)
+    for end in ends:
+        # Otherwise the program's `socket.setdefaulttimeout()` would hold for them.
+        end.setblocking(True)
+    return ends
 
 
 class Packets:

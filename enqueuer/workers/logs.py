@@ -38,6 +38,8 @@ class Levels(NamedTuple):
 
     disabled: int
     by_name: dict[str, int]
+    # Whether warnings become log records.
+    captures: bool = False
 
     @classmethod
     def of_this_process(cls) -> Levels:
@@ -46,11 +48,13 @@ class Levels(NamedTuple):
         for name, logger in list(logging.root.manager.loggerDict.items()):
             if isinstance(logger, logging.Logger) and logger.level:
                 by_name[name] = logger.level
-        return cls(logging.root.manager.disable, by_name)
+        captures = getattr(warnings.showwarning, "__module__", "") == logging.__name__
+        return cls(logging.root.manager.disable, by_name, captures)
 
     def apply(self) -> None:
         """Set these levels in this process."""
         logging.disable(self.disabled)
+        logging.captureWarnings(self.captures)
         for name, level in self.by_name.items():
             logging.getLogger(name).setLevel(level)
 

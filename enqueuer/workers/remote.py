@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from enqueuer.errors import StartError
 from enqueuer.monitoring.trace_file import TraceTarget
 from enqueuer.workers import logs
 from enqueuer.workers.plan import OnError, Plan, Watch, serve_failure
@@ -26,20 +27,58 @@ from enqueuer.workers.tasks import TaskSource
 from enqueuer.workers.worker_trace import run_worker
 
 
-def after_import(names: Collection[str], act: Callable[[str], None]) -> None:
+def after_import(names: Collection[str], act: Callable[[str], object]) -> None:
     """Call `act` with the name of each of these modules that this process imports from now on."""
-    sys.meta_path.insert(0, _Finder(names, act))
+    for name in names:
+        _finder.acts.setdefault(name, []).append(act)
+    # A second finder for the same module would ask the first one, and that one the second.
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def on_import(name: str, act: Callable[[str], object]) -> None:
+    """Call `act` with the name of a module that is imported already, else after its import."""
+    if name in sys.modules:
+        act(name)
+    else:
+        after_import([name], act)
+
+
+# Whether this process is a worker, or forks some.
+_is_worker = False
+
+
+def be_worker() -> None:
+    """Note that this process is no program of the user's, for `check_not_importing()`."""
+    global _is_worker
+    _is_worker = True
+
+
+def check_not_importing() -> None:
+    """Raise StartError if this thread of a worker is importing a module, which starts workers.
+
+    They would import that module as well, and each would start others.
+    """
+    frame = sys._getframe() if _is_worker else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and module != "__main__":
+            raise StartError(
+                f"the module {module} starts worker processes while it is imported. Workers "
+                "import it, too, and would start workers of their own without end; move this into "
+                "a function, which the program calls"
+            )
+        frame = frame.f_back
 
 
 class _Finder:
-    def __init__(self, names: Collection[str], act: Callable[[str], None]) -> None:
-        self._names = frozenset(names)
-        self._act = act
+    def __init__(self) -> None:
+        self.acts: dict[str, list[Callable[[str], object]]] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname not in self.acts:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(fullname, path, target) for finder in others)
@@ -57,9 +96,13 @@ class _Finder:
             loader.exec_module(module)
             # A spec that is never loaded leaves this to another module of the same loader.
             if module.__name__ == name:
-                self._act(name)
+                for act in self.acts[name]:
+                    act(name)
 
         loader.exec_module = run
+
+
+_finder = _Finder()
 
 
 class WorkerConfig(NamedTuple):

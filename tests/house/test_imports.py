@@ -184,7 +184,8 @@ def test_importing_the_package_imports_no_framework_and_no_extra():
 
 
 # Modules that a first start imports, since many programs never need them: threadpoolctl for a fork
-# in a process with native threads, the others to pickle a source for the fork server.
+# in a process with native threads, the others to pickle a source for the fork server, and to start
+# multiprocessing's resource tracker.
 LATE = {
     "fork": {"threadpoolctl"},
     "forkserver": {
@@ -193,6 +194,8 @@ LATE = {
         "cloudpickle.cloudpickle",
         "enqueuer.backends.payload",
         "uuid",
+        *("_multiprocessing", "_posixshmem", "importlib._abc", "importlib.util"),
+        *("multiprocessing.resource_tracker", "multiprocessing.spawn", "runpy"),
     },
 }
 

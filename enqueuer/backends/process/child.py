@@ -22,13 +22,16 @@ import contextlib
 import errno
 import faulthandler
 import importlib
+import locale
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -56,7 +59,8 @@ from enqueuer.transport.shared_sender import SharedSender
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
-from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.remote import WorkerConfig, be_worker, on_import
+from enqueuer.workers.settings import Initializer, load_source
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -67,32 +71,91 @@ _OFTEN_LOADED = "enqueuer.transport.definitions"
 ASK: int = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else getattr(signal, "SIGEMT", 0)
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
+# Attribute of the resource tracker, which multiprocessing sets in its own children.
+_TRACKER_FD = "_fd"
 # Exit code of a copy that the user's code has forked and let run on.
 _GRANDCHILD = 70
 
 
 class ParentEnvironment(NamedTuple):
-    """State of the parent that a process which was not forked lacks."""
+    """State of the parent that a process which was not forked lacks.
+
+    A fork server has the state of the time at which it was started, so all of it travels.
+
+    Attributes:
+        authkey: Key of multiprocessing, for the managers of the program.
+        start_method: Start method that the program has given to multiprocessing.
+        umask: None where it cannot be read.
+        affinity: CPUs on which the process may run; None where there is no such set.
+        limits: Soft and hard limit of each resource, by its number.
+    """
 
     path: list[str]
     argv: list[str]
     directory: str
     environment: dict[str, str]
+    authkey: bytes
+    start_method: str | None
+    locale: str
+    umask: int | None
+    affinity: set[int] | None
+    nice: int
+    limits: dict[int, tuple[int, int]]
 
     @classmethod
     def of_this_process(cls) -> ParentEnvironment:
         """Read them."""
-        return cls(list(sys.path), list(sys.argv), os.getcwd(), dict(os.environ))
+        names = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+        return cls(
+            list(sys.path),
+            list(sys.argv),
+            os.getcwd(),
+            dict(os.environ),
+            bytes(multiprocessing.current_process().authkey),
+            # Without this argument, multiprocessing would choose one for good.
+            multiprocessing.get_start_method(allow_none=True),
+            locale.setlocale(locale.LC_ALL),
+            _umask(),
+            os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None,
+            os.getpriority(os.PRIO_PROCESS, 0),
+            {getattr(resource, n): resource.getrlimit(getattr(resource, n)) for n in names},
+        )
 
     def apply(self) -> None:
-        """Make them this process's."""
+        """Make them this process's, as far as the system allows that."""
         sys.path[:] = self.path
         sys.argv[:] = self.argv
         os.environ.clear()
         os.environ.update(self.environment)
-        # The directory may be gone, and the code may not need it.
+        # The C library reads the variable TZ when it is told to.
+        time.tzset()
+        multiprocessing.current_process().authkey = self.authkey
+        multiprocessing.set_start_method(self.start_method, force=True)
+        if self.umask is not None:
+            os.umask(self.umask)
+        # The directory may be gone, and the code may not need it. A value is set only if it
+        # differs, as the system may refuse to raise one, or to lower one again.
         with contextlib.suppress(OSError):
             os.chdir(self.directory)
+        with contextlib.suppress(locale.Error):
+            locale.setlocale(locale.LC_ALL, self.locale)
+        with contextlib.suppress(OSError):
+            if self.affinity not in (None, os.sched_getaffinity(0)):
+                os.sched_setaffinity(0, self.affinity)
+        with contextlib.suppress(OSError):
+            if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
+                os.setpriority(os.PRIO_PROCESS, 0, self.nice)
+        for number, limit in self.limits.items():
+            with contextlib.suppress(OSError, ValueError):
+                if resource.getrlimit(number) != limit:
+                    resource.setrlimit(number, limit)
+
+
+def _umask() -> int | None:
+    """Return the mask of new files. The system call would set another one for a moment."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as file:
+        return int(next(line for line in file if line.startswith("Umask:")).split()[1], 8)
+    return None
 
 
 class ProcessConfig(NamedTuple):
@@ -122,6 +185,7 @@ class ProcessStart(NamedTuple):
         credit: Credit that it begins with.
         is_asked: Whether it is asked for its stack if the loop waits long.
         shared: Number of descriptors of shared objects that follow.
+        has_tracker: Whether the descriptor of the program's resource tracker comes with it.
     """
 
     worker: int
@@ -129,6 +193,7 @@ class ProcessStart(NamedTuple):
     credit: Credit
     is_asked: bool
     shared: int
+    has_tracker: bool = False
 
 
 class Ends(NamedTuple):
@@ -155,6 +220,8 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     packets = _begin(sock, lifeline)
     data, (payload_fd, ring_fd, *others) = _next_packet(packets)
     start: ProcessStart = pickle.loads(data)
+    if start.has_tracker:
+        _use_tracker(others.pop())
     stack = Descriptor(others.pop(0)) if start.is_asked else None
     tasks = socket.socket(fileno=others[0]) if others else None
     ends = Ends(sock, lifeline, Ring.of(ring_fd), stack, tasks)
@@ -162,13 +229,16 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
     head, buffers = read_payload(payload_fd)
-    config, tracker, program, *pickled = pickle.loads(head)
+    config, settings, program, *pickled = pickle.loads(head)
     del head
     if config.parent_environment is not None:
         config.parent_environment.apply()
     os.environ.update(config.thread_limits)
     native.limit_loaded()
     importlib.import_module(_OFTEN_LOADED)
+    # Categories of warnings may be classes of the program.
+    pickle.loads(program).install()
+    settings.apply()
 
     def load() -> tuple[Source | TaskSource, OnError]:
         given: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -179,11 +249,10 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             # Most sources share nothing.
             from enqueuer.backends.payload import handed
 
-            given = handed(shared, tracker)
+            given = handed(shared)
         with given:
-            pickle.loads(program).install()
             # The pickle is of no use after that, and may be large.
-            return pickle.loads(pickled.pop(), buffers=buffers)  # type: ignore[no-any-return]
+            return load_source(pickled.pop(), start.worker, buffers)  # type: ignore[no-any-return]
 
     _work(packets, ends, config, start, load)
     _leave()
@@ -196,13 +265,20 @@ def main_forked(
     loaded: native.Loaded,
     source: Source | TaskSource,
     on_error: OnError,
+    initializer: Initializer | None,
 ) -> None:
     """Be a worker that was forked: everything is here."""
     packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
     loaded.limit()
     note_fork()
-    _work(packets, ends, config, start, lambda: (source, on_error))
+
+    def load() -> tuple[Source | TaskSource, OnError]:
+        if initializer is not None:
+            initializer()
+        return source, on_error
+
+    _work(packets, ends, config, start, load)
 
 
 def serve(fd: int, preload: Sequence[str] = ()) -> None:
@@ -216,6 +292,7 @@ def serve(fd: int, preload: Sequence[str] = ()) -> None:
             over: a worker that needs it imports it again, and reports the error.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    be_worker()
     for name in (_OFTEN_LOADED, *preload):
         # A module may even call `sys.exit()`.
         with contextlib.suppress(BaseException):
@@ -241,6 +318,7 @@ def _leave() -> None:
 
 
 def _begin(sock: socket.socket, lifeline: Descriptor) -> Packets:
+    be_worker()
     _reset_signals()
     _arm(lifeline)
     close_in_children(sock)
@@ -280,6 +358,15 @@ def _arm(lifeline: Descriptor) -> None:
     if readable(lifeline, 0):
         # The parent died before the lifeline was armed.
         os._exit(1)
+
+
+def _use_tracker(fd: int) -> None:
+    """Have multiprocessing use the program's resource tracker, as in its own children."""
+
+    def use(name: str) -> None:
+        setattr(sys.modules[name]._resource_tracker, _TRACKER_FD, fd)
+
+    on_import("multiprocessing.resource_tracker", use)
 
 
 def _next_packet(packets: Packets) -> tuple[bytes, list[int]]:

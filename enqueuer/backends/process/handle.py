@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing.context
 import multiprocessing.popen_fork
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -411,6 +413,22 @@ def _signal_name(number: int) -> str:
 # --- the start ----------------------------------------------------------------------------------
 
 
+def resource_tracker() -> list[int]:
+    """Return the descriptor of this program's resource tracker, which is started if none runs.
+
+    A worker that started one of its own would destroy, at its end, each `SharedMemory` that it has
+    opened by its name.
+
+    Returns:
+        Nothing if the system has no room for another process.
+    """
+    # Its import takes longer than to fork a worker.
+    module = importlib.import_module("multiprocessing.resource_tracker")
+    with suppressed(OSError):
+        return [module.getfd()]
+    return []
+
+
 def _is_local(source: Source | TaskSource) -> bool:
     """Return whether the user's code, or its class, was defined within a function."""
     if isinstance(source, TaskSource):
@@ -470,19 +488,24 @@ class Starter:
                 announce(job.source)
         else:
             # Forked workers do not need it, and its import takes some milliseconds.
-            from enqueuer.backends.payload import Handover, pickled_source
+            from enqueuer.backends.payload import Handover, pickled_source, program_settings
 
             shared = Handover()
             resources.callback(shared.close)
             # The source has a pickle of its own: an error while that is loaded is the user's.
             where = f"a process started by {job.start_method}"
-            pickled = pickled_source(job.source, job.on_error, where, _OTHERS, self.known, shared)
-            head = pickle.dumps((self._config, shared.tracker(), *pickled), protocol=5)
+            pickled = pickled_source(
+                job.source, job.on_error, where, _OTHERS, self.known, shared, job.initializer
+            )
+            head = pickle.dumps((self._config, program_settings(), *pickled), protocol=5)
             self._shared = shared.descriptors
             self._payload = Descriptor(write_payload(head, shared.buffers))
             # The source may have made them for its pickle.
             shared.buffers.clear()
             resources.callback(self._payload.close)
+            if job.start_method == "forkserver":
+                # It starts beside the fork server; with spawn, beside the first worker.
+                resource_tracker()
 
     @functools.cached_property
     def _config(self) -> ProcessConfig:
@@ -548,9 +571,7 @@ class Starter:
             undo.callback(process.close)
             packets = Packets(sock)
             if self._payload is not None:
-                its = [self._payload, memory, its_stack, tasks]
-                packets.send(pickle.dumps(start), [end.fileno() for end in its if end is not None])
-                send_descriptors(packets, [shared.fileno() for shared in self._shared])
+                self._send(packets, start, [self._payload, memory, its_stack, tasks])
             undo.pop_all()
         self._close_payload_after(index)
         name = f"worker {index} (process {process.pid}, {self._job.start_method})"
@@ -558,12 +579,23 @@ class Starter:
         pidfd = open_pidfd(process)
         return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
 
+    def _send(
+        self,
+        packets: Packets,
+        start: ProcessStart,
+        its: Iterable[socket.socket | Descriptor | None],
+    ) -> None:
+        """Send a worker what it needs; it has been started, and is not forked."""
+        fds, tracker = [end.fileno() for end in its if end is not None], resource_tracker()
+        packets.send(pickle.dumps(start._replace(has_tracker=bool(tracker))), fds + tracker)
+        send_descriptors(packets, [shared.fileno() for shared in self._shared])
+
     def launch(self, ends: Ends, start: ProcessStart) -> Launched:
         """Start the process of a worker."""
         job = self._job
         if job.start_method == "fork":
             given = ends, self._config, start, self._loaded, self._source, job.on_error
-            return fork(functools.partial(main_forked, *given))
+            return fork(functools.partial(main_forked, *given, job.initializer))
         if job.start_method == "spawn":
             fds = ends.sock.fileno(), ends.lifeline.fileno()
             return Child(fresh_interpreter(program("main", *fds), fds, self._thread_limits))

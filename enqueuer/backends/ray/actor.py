@@ -29,7 +29,8 @@ from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
 from enqueuer.workers.messages import Epoch
 from enqueuer.workers.plan import serve_failure
-from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.remote import WorkerConfig, be_worker
+from enqueuer.workers.settings import Settings, load_source
 
 GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
 """The concurrency groups of an actor, each with one thread, in which its methods run."""
@@ -46,6 +47,7 @@ class ActorConfig:
         index: Index of the worker, from 0.
         shards: Indices of its shards; empty for tasks.
         worker: Configuration that it shares with worker processes.
+        settings: Settings of the driver.
         path: Directories from which the driver imports.
         asks: Whether it sends a frame when it has an item and no credit.
         keep_freed_memory: Whether the C library keeps the memory that is freed.
@@ -54,6 +56,7 @@ class ActorConfig:
     index: int
     shards: tuple[int, ...]
     worker: WorkerConfig
+    settings: Settings
     path: tuple[str, ...]
     asks: bool
     keep_freed_memory: bool
@@ -110,6 +113,7 @@ class RayWorker:
             self._outbox.send_frame(ended)
 
     def _serve(self) -> None:
+        be_worker()
         config, outbox = self._config, self._outbox
         outbox.send_frame(Ready(os.getpid(), _node()))
         if config.worker.levels is not None:
@@ -117,7 +121,8 @@ class RayWorker:
         try:
             program, pickled = self._payload
             pickle.loads(program).install()
-            source, on_error = pickle.loads(pickled)
+            config.settings.apply()
+            source, on_error = load_source(pickled, config.index)
         except BaseException as error:
             serve_failure(error, config.shards, outbox)
         else:

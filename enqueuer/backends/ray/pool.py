@@ -36,7 +36,7 @@ from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
-from enqueuer.backends.payload import pickled_source
+from enqueuer.backends.payload import pickled_source, program_settings
 from enqueuer.backends.pool import (
     HAS_ENDED,
     Death,
@@ -393,6 +393,7 @@ class RayPool(WorkerPool[Actor]):
         self.session = Session(job.ray)
         self._class: Any = None
         self._payload: Any = None
+        self._settings: Any = None
         self._records: deque[logging.LogRecord] = deque()
 
     # --- start ---
@@ -405,8 +406,10 @@ class RayPool(WorkerPool[Actor]):
         job = self._job
         # Pickled first, so that a mistake of the user shows before Ray is started.
         payload = pickled_source(
-            job.source, job.on_error, "a Ray actor", "backend='thread'", self.dispatch.known
+            *(job.source, job.on_error, "a Ray actor", "backend='thread'", self.dispatch.known),
+            initializer=job.initializer,
         )
+        self._settings = program_settings()
         ray = self.session.join()
         # Ray's own function ends the actors, and was registered just now.
         finalizers.call_first_at_exit()
@@ -434,6 +437,7 @@ class RayPool(WorkerPool[Actor]):
             index,
             plan.shards,
             WorkerConfig(job.shards, job.random_seed, self._levels, job.trace),
+            self._settings,
             tuple(path for path in sys.path if path),
             asks=job.ordered is not True,
             keep_freed_memory=job.keep_freed_memory,
