@@ -212,11 +212,25 @@ def with_decoded_error(message: Any) -> Any:
 def _load_into(loaded: list[BaseException | str], data: bytes, done: threading.Event) -> None:
     """Append an error to a list, or the reason why not; keep nothing of it in this frame."""
     try:
-        loaded.append(pickle.loads(data))
+        loaded.append(_Unpickler(io.BytesIO(data)).load())
     except BaseException as trouble:
         loaded.append(str_of(trouble, repr))
     finally:
         done.set()
+
+
+class _Unpickler(pickle.Unpickler):
+    """An unpickler that imports nothing which is there.
+
+    The loop may run while its module is imported. To import that in another thread, which pickle
+    does for each class, would wait for the end of the loop.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return functools.reduce(getattr, name.split("."), sys.modules[module])
+        except (KeyError, AttributeError):
+            return super().find_class(module, name)
 
 
 class _PlainPickler(pickle.Pickler):
