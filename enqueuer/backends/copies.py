@@ -104,8 +104,10 @@ def _may_change(source: Source | TaskSource) -> bool:
 def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
     """Return digests of the plain values of a source that lie in memory of this process alone."""
     found: dict[str, Digest] = {}
-    if isinstance(source, TaskSource) and source.is_finite:
-        found["the length of the sequence"] = source.length, 0
+    # An error of the user's `__len__` comes in its turn, when the elements are read.
+    with contextlib.suppress(Exception):
+        if isinstance(source, TaskSource) and source.is_finite:
+            found["the length of the sequence"] = source.length, 0
     for path, value in islice(_reached(source), _MOST_WATCHED):
         if _is_plain(value) or (_is_array(value) and _owns_memory(value)):
             seen = digest(value)

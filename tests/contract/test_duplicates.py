@@ -1,12 +1,13 @@
 """One warning for shards that make the same data, and none for others."""
 
 import collections
+import contextlib
 import itertools
 
 import numpy as np
 import pytest
 
-from enqueuer import DuplicateDataWarning, GeneratorEnqueuer
+from enqueuer import DuplicateDataWarning, EnqueuerWarning, GeneratorEnqueuer
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -28,7 +29,9 @@ def numbered(count=4):
 
 
 def test_a_captured_generator_is_reported_with_its_cure(process):
-    with GeneratorEnqueuer(same(4), workers=2, **process) as enqueuer:
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(EnqueuerWarning, match="a copy of .* the variable 'rng'"):
+            enqueuer = stack.enter_context(GeneratorEnqueuer(same(4), workers=2, **process))
         with pytest.warns(DuplicateDataWarning) as caught:
             batches = list(enqueuer)
     (warning,) = caught

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from enqueuer import OrderedEnqueuer, Task
 
-pytestmark = pytest.mark.repeats
+pytestmark = [
+    pytest.mark.repeats,
+    pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning"),  # some are empty
+]
 
 SEED = 7
 KWARGS = settings(

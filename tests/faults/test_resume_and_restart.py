@@ -31,6 +31,7 @@ ALL = 10**9
 MANY = 10**6  # restarts
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning"),  # some are empty
     pytest.mark.timeout(120 * ROUNDS),
     pytest.mark.filterwarnings("ignore:max_restarts has no effect with threads"),
 ]
@@ -128,7 +129,6 @@ SIZES = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
-@pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")  # some yield only None
 def test_a_state_of_any_item_is_gone_on_from_anywhere(backend, ordered):
     """One run saves at every item; others, on other workers, begin at some of these."""
 

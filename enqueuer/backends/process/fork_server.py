@@ -243,7 +243,7 @@ def fresh_interpreter(
 _SERVER_START_S = 60.0
 # Seconds in which no signal handler ends the wait for a fork. It takes longer than the interval of
 # some alarms, and with each of them all would be tried again.
-_PATIENCE_S = 1.0
+_QUIET_S = 1.0
 # For the fork server, which runs no native code: each fork would have to stop threads of its BLAS.
 _ONE_THREAD = dict.fromkeys(native.THREAD_VARIABLES, "1")
 # Seconds until a fork server whose socket was closed has ended.
@@ -362,7 +362,7 @@ class Server:
                 # There is no room if the server has not read what interrupted starts have sent.
                 is_sent = self._packets.send(b"+", fds, wait=False)
             if not is_sent or not (
-                readable(status, _PATIENCE_S)
+                readable(status, _QUIET_S)
                 or interrupts.interruptible(readable, status, _SERVER_START_S)
             ):
                 raise TimeoutError
