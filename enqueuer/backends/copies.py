@@ -10,19 +10,17 @@ here, and nothing is imported.
 from __future__ import annotations
 
 import contextlib
-import dis
-import functools
+import io
 import random
 import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from enqueuer.backends.stall import warn
+from enqueuer.common.references import parts_of
 from enqueuer.common.text import an
-from enqueuer.common.trees import attributes_of
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.workers.sources import FunctionSource, Source, name_of
@@ -41,8 +39,6 @@ _KINDS = frozenset(
 _MOST_OBJECTS = 2000
 # Members by which the kind of a list is known.
 _FEW = 5
-# Members of one container: the elements of a long list are alike.
-_MOST_MEMBERS = 50
 # Objects whose values are compared at the beginning of each epoch.
 _MOST_WATCHED = 200
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
@@ -79,6 +75,17 @@ class Copies:
             f"the same random numbers; draw from {instead}",
             EnqueuerWarning,
         )
+
+    def warn_of_files(self) -> None:
+        """Warn if an open file is among them, whose position forked workers would share."""
+        found = next((step for step in _reached(self._source) if _is_open_file(step[1])), None)
+        if found is not None:
+            warn(
+                f"all forked worker processes share {found[0]} ({an(type(found[1]).__qualname__)}) "
+                "and its position, so that each may get parts of what another one reads. Open the "
+                "file in the worker: in the generator function, or in map",
+                EnqueuerWarning,
+            )
 
     def warn_of_changes(self) -> None:
         """Warn, once, if the program has changed one of them since the workers started."""
@@ -144,7 +151,18 @@ def _reached(source: Source | TaskSource) -> Iterator[Step]:
         if id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            left.extend((path + step, part) for step, part in _parts_of(value))
+            if not type(value).__module__.startswith(_UNSEEN):
+                left.extend((path + step, part) for step, part in parts_of(value))
+
+
+def _is_open_file(value: Any) -> bool:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind in ("sqlite3.Connection", "h5py._hl.files.File"):
+        return True
+    # Text and binary files, but for those in memory and the standard streams.
+    with contextlib.suppress(OSError, ValueError):
+        return kind.startswith("_io.") and isinstance(value, io.IOBase) and value.fileno() > 2
+    return False
 
 
 def _roots_of(source: Source | TaskSource) -> Iterator[Step]:
@@ -166,69 +184,3 @@ def _is_generator(value: object) -> bool:
     known = [getattr(function, "__self__", None) for function in drawn]
     known.append(getattr(sys.modules.get("torch"), "default_generator", None))
     return not any(value is one for one in known)
-
-
-def _parts_of(value: Any) -> Iterator[Step]:
-    """Yield what belongs to an object and is copied with it, with the step to each."""
-    kind = type(value)
-    if isinstance(value, FunctionType):
-        yield from _used_by(value)
-    elif isinstance(value, (MethodType, BuiltinMethodType)):
-        yield "", getattr(value, "__func__", None)
-        yield "", value.__self__
-    elif isinstance(value, functools.partial):
-        yield "", value.func
-        yield from ((f": its argument {at}", part) for at, part in enumerate(value.args))
-        yield from ((f": its argument {name!r}", part) for name, part in value.keywords.items())
-    elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in islice(value.items(), _MOST_MEMBERS))
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{at}]", part) for at, part in enumerate(islice(value, _MOST_MEMBERS)))
-    elif isinstance(value, type):
-        if not _is_library(value.__module__):
-            yield from ((f".{name}", part) for name, part in list(vars(value).items()))
-            yield from (("", base) for base in value.__bases__)
-    elif isinstance(value, (staticmethod, classmethod, property)):
-        yield "", value.fget if isinstance(value, property) else value.__func__
-    elif not isinstance(value, ModuleType) and not kind.__module__.startswith(_UNSEEN):
-        yield from ((f".{name}", part) for name, part in attributes_of(value).items())
-        yield "", kind
-
-
-def _used_by(function: FunctionType) -> Iterator[Step]:
-    """Yield what the code of a function uses, and the code within it; then its defaults."""
-    if _is_library(function.__module__):
-        return
-    cells = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        # An empty cell raises ValueError.
-        with contextlib.suppress(ValueError):
-            yield f": the variable {name!r}", cell.cell_contents
-    for name, attributes in _globals_in(function.__code__):
-        part = function.__globals__.get(name)
-        if not isinstance(part, ModuleType):
-            yield f": the global {name!r}", part
-        elif not _is_library(part.__name__):
-            used = vars(part).keys() & attributes
-            yield from ((f": {name}.{attribute}", vars(part)[attribute]) for attribute in used)
-    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield ": a default argument", default
-
-
-def _globals_in(code: CodeType) -> Iterator[tuple[str, set[str]]]:
-    """Yield each global that code uses, and the names that may be its attributes."""
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            yield step.argval, set(code.co_names)
-    for constant in code.co_consts:
-        # The code of a lambda, a comprehension or an inner function.
-        if isinstance(constant, CodeType):
-            yield from _globals_in(constant)
-
-
-def _is_library(module: object) -> bool:
-    """Return whether a module is one of Python, of this package, or an installed one."""
-    root = str(module).partition(".")[0]
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    return root in sys.stdlib_module_names or root == "enqueuer" or is_installed

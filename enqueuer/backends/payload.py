@@ -75,10 +75,8 @@ def pickled_source(
         try:
             pickled, pickler = _dump(what, shared, held)
         except Exception:
-            if shared is not None:
-                if shared.error is not None:
-                    raise
-                shared.close()
+            if shared is not None and shared.error is not None:
+                raise
             held = held_by_modules()
             pickled, pickler = _dump(what, shared, held)
         program = pickle.dumps(program_of(pickler), protocol=5)
@@ -100,12 +98,18 @@ def pickled_source(
                     f"{name}={name_of(function)} cannot be sent to {where}: "
                     f"{error}; use a function of a module, or {others}"
                 ) from error
-        reason = _why_not(source, where, others, can_send)
-        if ".detach()" in str(error):
-            reason += f". {error}"
-        if shared is not None and OF_FORK in str(error):
-            reason += ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
-        raise SourceNotPicklable(reason) from error
+        raise SourceNotPicklable(
+            _why_not(source, where, others, can_send) + _hint(error)
+        ) from error
+
+
+def _hint(error: Exception) -> str:
+    """Return what else to do about an error of pickling, as a sentence more."""
+    if ".detach()" in str(error):
+        return f". {error}"
+    if OF_FORK in str(error):
+        return ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
+    return ""
 
 
 def program_settings() -> Settings:
@@ -144,6 +148,9 @@ class Payload(NamedTuple):
 def _dump(
     what: object, shared: Handover | None, held: Mapping[int, tuple[str, str]]
 ) -> tuple[bytes, _Pickler]:
+    if shared is not None:
+        # What another attempt has left.
+        shared.close()
     file = io.BytesIO()
     keep = None if shared is None else shared.keep_large
     pickler = _Pickler(file, 5, keep, known={}, is_source=True, held=held)

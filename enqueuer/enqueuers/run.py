@@ -303,6 +303,8 @@ class Run:
             self.copies = Copies(job.source)
             if len(job.plans()) > 1 or job.may_grow:
                 self.copies.warn_of_generators()
+                if job.start_method == "fork":
+                    self.copies.warn_of_files()
         # Before it is started: if neither that nor the clean-up is completed, stop() ends it.
         self.owned.add(backend)
         self._starting.append(backend)

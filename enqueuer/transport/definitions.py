@@ -15,7 +15,6 @@ Any thread may call anything.
 from __future__ import annotations
 
 import collections
-import contextlib
 import contextvars
 import functools
 import importlib
@@ -31,7 +30,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import PurePath
 from pickle import PickleBuffer
@@ -40,15 +39,15 @@ from types import (
     CodeType,
     FunctionType,
     MethodDescriptorType,
-    MethodType,
     ModuleType,
 )
 from typing import Any, NamedTuple
 
 import cloudpickle
 
+from enqueuer.common.references import parts_of
 from enqueuer.common.sizes import check_graph
-from enqueuer.transport.item_codec import is_forked
+from enqueuer.workers.remote import is_fork_of_program
 
 # Reentrant, as the garbage collector may run under it, and loading what is left does.
 _lock = threading.RLock()
@@ -307,7 +306,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.sent: dict[str, Any] = {}
         self.lines: dict[str, list[str]] = {}
         if known is None:
-            known, by_name = (_by_id, True) if is_forked() else (received, False)
+            known, by_name = (_by_id, True) if is_fork_of_program() else (received, False)
         self._known = known
         self._by_name = by_name
         self._stays = is_source or is_rest
@@ -467,38 +466,18 @@ def announce(value: object) -> None:
     These know what has an id by then.
     """
     seen: set[int] = set()
-    waiting: list[Any] = [value]
+    waiting: collections.deque[Any] = collections.deque([value])
     while waiting and len(seen) < _MOST_PARTS:
-        part = waiting.pop()
+        part = waiting.popleft()
         if id(part) not in seen:
             seen.add(id(part))
             if isinstance(part, (type, FunctionType)) and "<locals>" in part.__qualname__:
                 _id_of(part)
-            waiting.extend(_parts_of(part))
+            waiting.extend(other for _, other in parts_of(part))
 
 
 # Objects that are looked at for local definitions; those of a usual source are some dozens.
 _MOST_PARTS = 10_000
-
-
-def _parts_of(value: Any) -> Iterator[Any]:
-    """Yield what a value may have local definitions in; not what lies in containers."""
-    if isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            # An empty cell raises ValueError.
-            with contextlib.suppress(ValueError):
-                yield cell.cell_contents
-        yield from value.__defaults__ or ()
-    elif isinstance(value, MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, type):
-        if "<locals>" in value.__qualname__:
-            yield from (*value.__bases__, *vars(value).values())
-    elif not isinstance(value, ModuleType):
-        yield type(value)
-        yield from getattr(value, "__dict__", {}).values()
 
 
 def is_picklable(value: object) -> bool:

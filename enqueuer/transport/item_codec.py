@@ -147,21 +147,6 @@ _MOST_BUFFERS = 1024
 # Dtypes that are remembered; a program that makes more of them starts anew.
 _MOST_DTYPES = 1000
 
-# Whether this process is a worker that was forked, and so has all that the program has.
-_is_forked = False
-
-
-def note_fork() -> None:
-    """Remember that this process is a worker that was forked."""
-    global _is_forked
-    _is_forked = True
-
-
-def is_forked() -> bool:
-    """Return whether this process is a worker that was forked."""
-    return _is_forked
-
-
 Buffer = memoryview | np.ndarray
 """Bytes beside a pickle: contiguous ones, or an array that is not."""
 

@@ -44,14 +44,23 @@ def on_import(name: str, act: Callable[[str], object]) -> None:
         after_import([name], act)
 
 
-# Whether this process is a worker, or forks some.
-_is_worker = False
+# Whether this process is a worker, or forks some; and whether it is a fork of the program.
+_is_worker = _is_fork = False
 
 
-def be_worker() -> None:
-    """Note that this process is no program of the user's, for `check_not_importing()`."""
-    global _is_worker
-    _is_worker = True
+def be_worker(*, is_fork: bool = False) -> None:
+    """Note that this process is no program of the user's.
+
+    Args:
+        is_fork: Whether it was forked by the program, and so has all that the program has.
+    """
+    global _is_worker, _is_fork
+    _is_worker, _is_fork = True, is_fork
+
+
+def is_fork_of_program() -> bool:
+    """Return whether this process is a worker that the program has forked."""
+    return _is_fork
 
 
 def check_not_importing() -> None:

@@ -28,6 +28,7 @@ from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
+from enqueuer.common.references import parts_of
 from enqueuer.errors import StartError
 from enqueuer.workers.remote import after_import, on_import
 
@@ -268,7 +269,7 @@ class _Walk:
             names = ("__func__", "__self__", "fget", "func", "__wrapped__")
             self.waiting += [getattr(value, name, None) for name in names]
         elif not _is_plain(value):
-            self.waiting.append(type(value))
+            self.waiting += [part for _, part in parts_of(value)]
 
     def _look_into_class(self, kind: type) -> None:
         is_own = _is_own(sys.modules.get(kind.__module__))

@@ -194,6 +194,23 @@ def test_a_generator_of_torch_is_told_of(process):
         pass
 
 
+def test_an_open_file_that_forked_workers_share_is_told_of(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_text("a row\n" * 9)
+    options = dict(workers=2, backend=Processes(start_method="fork"))
+    with open(path) as file:
+        with pytest.warns(EnqueuerWarning, match="share .*the variable 'file'.* Open the file in"):
+            with GeneratorEnqueuer(lambda shard: iter(file.readline, ""), **options):
+                pass
+
+
+def test_the_standard_streams_may_be_shared(no_warnings):
+    out = sys.__stdout__
+    options = dict(workers=2, backend=Processes(start_method="fork"))
+    with GeneratorEnqueuer(lambda shard: iter([out is None]), **options) as enqueuer:
+        assert len(list(enqueuer)) == 2
+
+
 def draws_of_the_globals(shard, draw=random.random):
     yield draw(), np.random.rand(), random.SystemRandom().random(), shard.rng.random()
 

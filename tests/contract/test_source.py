@@ -295,6 +295,18 @@ def test_the_culprit_is_found_wherever_it_is(make, says):
         GeneratorEnqueuer(make(threading.Lock()), backend=Processes(start_method="spawn")).start()
 
 
+def test_a_global_that_a_function_does_not_use_is_no_culprit():
+    lock = threading.Lock()
+
+    def source(shard):
+        yield shard.LOCK, lock
+
+    assert "LOCK" in globals()
+    with pytest.raises(SourceNotPicklable, match="the variable 'lock'") as caught:
+        GeneratorEnqueuer(source, backend=Processes(start_method="spawn")).start()
+    assert "LOCK" not in str(caught.value)
+
+
 def test_the_culprit_of_a_map_is_found_in_its_helper():
     lock = threading.Lock()
 

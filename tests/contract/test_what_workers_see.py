@@ -261,6 +261,44 @@ def test_a_value_of_a_module_that_differs_in_workers_is_told(config, by_referenc
     assert "UNUSED" not in record.getMessage() and "COUNT" not in record.getMessage()
 
 
+class Compose:
+    def __init__(self, *parts):
+        self.parts = list(parts)
+
+    def __call__(self, element):
+        return [part(element) for part in self.parts]
+
+
+class Rows:
+    def __init__(self, transform):
+        self.transforms = {"train": transform}
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.transforms["train"](index)
+
+
+def test_a_value_is_told_that_a_part_of_a_source_uses(config, caplog):
+    def scale(element):
+        return element * config.RATE
+
+    backend = Processes(start_method="forkserver")
+    maps = {
+        "an attribute": None,
+        "members": Compose(scale, Compose(scale)),
+        "arguments": functools.partial(Compose(scale)),
+        "a method": Rows(scale).__getitem__,
+    }
+    for name, function in maps.items():
+        caplog.clear()
+        elements = range(1) if function else Rows(scale)
+        with OrderedEnqueuer(elements, function, backend=backend) as enqueuer:
+            list(enqueuer)
+        assert "config_of_a_test.RATE is 5 in the program and 1 here" in caplog.text, name
+
+
 @pytest.mark.parametrize("method", UNFORKED)
 def test_values_that_the_initializer_assigns_are_not_told(config, method, caplog):
     def assign(value):

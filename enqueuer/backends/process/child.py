@@ -49,7 +49,6 @@ from enqueuer.backends.process.fork_server import (
 from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
-from enqueuer.transport.item_codec import note_fork
 from enqueuer.transport.memory import read_payload
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
@@ -60,7 +59,7 @@ from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
 from enqueuer.workers.remote import WorkerConfig, be_worker, on_import
-from enqueuer.workers.settings import Initializer, load_source
+from enqueuer.workers.settings import Initializer, Settings, load_source
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -140,7 +139,7 @@ class ParentEnvironment(NamedTuple):
         with contextlib.suppress(locale.Error):
             locale.setlocale(locale.LC_ALL, self.locale)
         with contextlib.suppress(OSError):
-            if self.affinity not in (None, os.sched_getaffinity(0)):
+            if self.affinity is not None and self.affinity != os.sched_getaffinity(0):
                 os.sched_setaffinity(0, self.affinity)
         with contextlib.suppress(OSError):
             if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
@@ -231,14 +230,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     head, buffers = read_payload(payload_fd)
     config, settings, program, *pickled = pickle.loads(head)
     del head
-    if config.parent_environment is not None:
-        config.parent_environment.apply()
-    os.environ.update(config.thread_limits)
-    native.limit_loaded()
-    importlib.import_module(_OFTEN_LOADED)
-    # Categories of warnings may be classes of the program.
-    pickle.loads(program).install()
-    settings.apply()
+    _become(config, program, settings)
 
     def load() -> tuple[Source | TaskSource, OnError]:
         given: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -258,6 +250,18 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     _leave()
 
 
+def _become(config: ProcessConfig, program: bytes, settings: Settings) -> None:
+    """Make this process like the program."""
+    if config.parent_environment is not None:
+        config.parent_environment.apply()
+    os.environ.update(config.thread_limits)
+    native.limit_loaded()
+    importlib.import_module(_OFTEN_LOADED)
+    # Categories of warnings may be classes of the program.
+    pickle.loads(program).install()
+    settings.apply()
+
+
 def main_forked(
     ends: Ends,
     config: ProcessConfig,
@@ -271,7 +275,7 @@ def main_forked(
     packets = _begin(ends.sock, ends.lifeline)
     os.environ.update(config.thread_limits)
     loaded.limit()
-    note_fork()
+    be_worker(is_fork=True)
 
     def load() -> tuple[Source | TaskSource, OnError]:
         if initializer is not None:
