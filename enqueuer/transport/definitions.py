@@ -549,7 +549,8 @@ def held_by_modules() -> dict[int, tuple[str, str]]:
         found = {
             id(value): (name, own)
             for own, value in list(vars(module).items())
-            if not isinstance(value, _PLAIN)
+            # Not `isinstance()`: a proxy's `__class__` may warn or raise.
+            if not issubclass(type(value), _PLAIN)
         }
         if found and _is_found(module):
             held = found | held

@@ -3,6 +3,7 @@
 import csv
 import decimal
 import functools
+import importlib
 import locale
 import logging
 import multiprocessing
@@ -363,3 +364,21 @@ def nested():
 @pytest.mark.parametrize("method", UNFORKED)
 def test_a_worker_may_use_workers_of_its_own(method):
     assert first(nested, method) == [0, 1]
+
+
+class Proxy:
+    """Like a proxy of Django or flask outside of a request, or `torch.distributed.reduce_op`."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("working outside of application context")
+
+
+def test_proxies_of_other_modules_are_not_looked_into(method, monkeypatch, tmp_path):
+    (tmp_path / "one_with_a_lock.py").write_text("import threading\nLOCK = threading.Lock()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lock = importlib.import_module("one_with_a_lock").LOCK
+    monkeypatch.setattr(sys.modules["one_with_a_lock"], "request", Proxy(), raising=False)
+    space = {"LOCK": lock, "__name__": "nowhere"}
+    exec("def batches():\n with LOCK: yield 1", space)
+    assert first(space["batches"], method) == 1
