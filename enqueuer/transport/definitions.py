@@ -332,8 +332,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         kind = type(value)
         if kind is CodeType:
             return self._reduce_code(value)
-        if kind is ModuleType and not self._can_import(value):
-            return _module_of, (value.__name__,), _contents_of(value), None, None, _fill
+        if issubclass(kind, ModuleType):
+            if kind is not ModuleType and self._can_import(value):
+                # cloudpickle does not know it for a module: `torch.backends.cudnn`, lazy ones.
+                return importlib.import_module, (value.__name__,)
+            if kind is ModuleType and not self._can_import(value):
+                return _module_of, (value.__name__,), _contents_of(value), None, None, _fill
         if self._held and id(value) in self._held and not self.can_send(value):
             return _named, self._held[id(value)]
         reduce = _REDUCERS.get(kind) or _BY_NAME.get((kind.__module__, kind.__qualname__))

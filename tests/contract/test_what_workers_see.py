@@ -382,3 +382,17 @@ def test_proxies_of_other_modules_are_not_looked_into(method, monkeypatch, tmp_p
     space = {"LOCK": lock, "__name__": "nowhere"}
     exec("def batches():\n with LOCK: yield 1", space)
     assert first(space["batches"], method) == 1
+
+
+def test_a_module_of_a_class_of_its_own_goes_by_name(method, monkeypatch, tmp_path):
+    text = (
+        "import sys, types, _thread\n"
+        "class Odd(types.ModuleType): flag = _thread.allocate_lock()\n"
+        "mine = Odd(__name__); vars(mine).update(globals()); sys.modules[__name__] = mine\n"
+    )
+    (tmp_path / "module_like_cudnn.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    odd = importlib.import_module("module_like_cudnn")
+    space = {"odd": odd, "__name__": "nowhere"}
+    exec("import sys\ndef batches(): yield odd is sys.modules['module_like_cudnn']", space)
+    assert first(space["batches"], method) is True
