@@ -43,7 +43,7 @@ _SETTINGS = (
     ("numpy", "get_printoptions", "set_printoptions"),
     ("torch", "get_default_dtype", "set_default_dtype"),
     ("torch", "is_grad_enabled", "set_grad_enabled"),
-    ("torch", "are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+    ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
     ("PIL.Image", "MAX_IMAGE_PIXELS", ""),
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", ""),
     ("PIL.ImageFile", "MAXBLOCK", ""),
