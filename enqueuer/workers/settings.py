@@ -39,6 +39,7 @@ _SETTINGS = (
     ("socket", "getdefaulttimeout", "setdefaulttimeout"),
     ("csv", "field_size_limit", "field_size_limit"),
     ("decimal", "getcontext", "setcontext"),
+    ("numpy", "geterrcall", "seterrcall"),
     ("numpy", "geterr", "seterr"),
     ("numpy", "get_printoptions", "set_printoptions"),
     ("torch", "get_default_dtype", "set_default_dtype"),
@@ -86,7 +87,8 @@ class Settings(NamedTuple):
             # A version may lack one, and a value may have parts that cannot be pickled.
             with contextlib.suppress(KeyError, AttributeError, TypeError, pickle.PicklingError):
                 value = getattr(sys.modules[module], name)
-                values[place] = pickle.dumps(value() if setter else value)
+                # A formatter or a handler may be a lambda of the program.
+                values[place] = dumps(value() if setter else value)
         filters = []
         everything: list[Any] = list(warnings.filters)
         for action, message, category, module, line in everything:

@@ -396,3 +396,16 @@ def test_a_module_of_a_class_of_its_own_goes_by_name(method, monkeypatch, tmp_pa
     space = {"odd": odd, "__name__": "nowhere"}
     exec("import sys\ndef batches(): yield odd is sys.modules['module_like_cudnn']", space)
     assert first(space["batches"], method) is True
+
+
+def with_functions():
+    yield str(np.array([1.5])), float(np.float64(1) / np.float64(0)), np.geterrcall() is None
+
+
+def test_functions_that_the_program_has_given_to_numpy_are_there(method):
+    before = np.seterrcall(lambda kind, flag: None)
+    try:
+        with np.errstate(divide="call"), np.printoptions(formatter={"float": lambda x: "ours"}):
+            assert first(with_functions, method) == ("[ours]", float("inf"), False)
+    finally:
+        np.seterrcall(before)
