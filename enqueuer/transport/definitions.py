@@ -343,7 +343,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         reduce = _REDUCERS.get(kind) or _BY_NAME.get((kind.__module__, kind.__qualname__))
         if reduce is None and isinstance(value, _BASES):
             reduce = next(_REDUCERS[base] for base in _BASES if isinstance(value, base))
+        if reduce is None and self._stays and kind.__reduce__ is not object.__reduce__:
+            return NotImplemented if kind in self.dispatch_table else self._reduce_named(value)
         return NotImplemented if reduce is None else reduce(value)
+
+    def _reduce_named(self, value: Any) -> Any:
+        """Reduce an object that says where it stands: a sentinel, or a `typing.NewType`."""
+        module = sys.modules.get(str(getattr(value, "__module__", None)))
+        if not isinstance(module, ModuleType) or self._can_import(module):
+            return NotImplemented
+        name = value.__reduce_ex__(5)
+        if not isinstance(name, str) or "." in name or not hasattr(value, "__dict__"):
+            return name
+        made = _made_at, (type(value), module.__name__, name)
+        return *made, dict(vars(value)), None, None, _fill
 
     def can_send(self, value: object) -> bool:
         """Return whether a value can be pickled as it is, by trying."""
@@ -575,14 +588,21 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _made_at(kind: Any, module: str, name: str) -> Any:
+    space = vars(_module_of(module))
+    if type(space.get(name)) is not kind:
+        space[name] = object.__new__(kind)
+    return space[name]
+
+
 def _contents_of(module: ModuleType) -> dict[str, Any]:
     left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")
     return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
-def _fill(module: ModuleType, contents: dict[str, Any]) -> None:
+def _fill(found: Any, contents: dict[str, Any]) -> None:
     for name, value in contents.items():
-        vars(module).setdefault(name, value)
+        vars(found).setdefault(name, value)
 
 
 # --- kinds of objects that pickle refuses ------------------------------------------------------
