@@ -506,6 +506,11 @@ def _parts_of(value: Any) -> Iterator[Any]:
             with contextlib.suppress(ValueError):
                 yield cell.cell_contents
         yield from value.__defaults__ or ()
+        # A class that a factory has made may stand at the top of the script.
+        for name in value.__code__.co_names:
+            found = value.__globals__.get(name)
+            if isinstance(found, (type, FunctionType)) and found.__module__ == value.__module__:
+                yield found
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
     elif isinstance(value, functools.partial):
