@@ -178,6 +178,10 @@ class Initializer(NamedTuple):
         return initialize(*self)
 
 
+# Modules and names of the values that it has changed, which are meant to differ.
+_initialized: set[tuple[str, ...]] = set()
+
+
 def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> Callable[[], None]:
     """Call an initializer.
 
@@ -193,6 +197,7 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
         inner = inner.func
     space: dict[str, Any] = getattr(inner, "__globals__", {})
     before = dict(space)
+    own = {name: dict(vars(m)) for name, m in list(sys.modules.items()) if _is_own(m)}
     try:
         function(*arguments)
     except BaseException as error:
@@ -201,6 +206,9 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
             f"{type(error).__name__}: {error}. Each worker calls it before it loads the source; "
             "correct it, or its initargs"
         ) from error
+    for name, old in own.items():
+        now = vars(sys.modules.get(name, sys))
+        _initialized.update((name, k) for k, v in old.items() if now.get(k, v) is not v)
     assigned = {k: v for k, v in space.items() if k not in before or before[k] is not v}
     return functools.partial(space.update, assigned)
 
@@ -378,7 +386,7 @@ def _compare(values: Mapping[Place, str], module: str) -> None:
         with contextlib.suppress(KeyError):
             for name in place[1:]:
                 here = _space_of(here)[name]
-            if repr(here) != text:
+            if repr(here) != text and place[:2] not in _initialized:
                 differ.append(f"{'.'.join(place)} is {text} in the program and {here!r} here")
     if differ:
         logging.getLogger("enqueuer").warning(

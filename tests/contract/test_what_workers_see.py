@@ -409,3 +409,13 @@ def test_functions_that_the_program_has_given_to_numpy_are_there(method):
             assert first(with_functions, method) == ("[ours]", float("inf"), False)
     finally:
         np.seterrcall(before)
+
+
+def test_a_value_that_the_initializer_sets_may_differ(method, caplog, monkeypatch, tmp_path):
+    (tmp_path / "config_to_set.py").write_text("RATE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = importlib.import_module("config_to_set")
+    space = {"config": config, "__name__": "nowhere"}
+    exec("def initialize(): config.RATE = 5\ndef batches(): yield config.RATE", space)
+    assert first(space["batches"], method, initializer=space["initialize"]) == 5
+    assert "in the program" not in caplog.text
