@@ -153,6 +153,8 @@ _ATTRIBUTES = ("__file__", "__package__", "__doc__", "__path__")
 _DEFINITIONS = (type, FunctionType, functools._lru_cache_wrapper)
 # Code and small values; a definition with more has data of its own.
 _MOST_REST_BYTES = 1 << 18
+# Each that fails may have pickled all the others, so a start would take seconds.
+_MOST_FAILED = 10
 
 
 def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]:
@@ -172,8 +174,13 @@ def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]
         return [file.getvalue()]
     if len(definitions) == 1:
         return []
-    alone = [{name: value} for name, value in definitions.items()]
-    return [data for one in alone for data in _pickles_of(one, pickler)]
+    pickles: list[bytes] = []
+    failed, names = 0, list(definitions)
+    while names and failed < _MOST_FAILED:
+        found = _pickles_of({names[-1]: definitions[names.pop()]}, pickler)
+        pickles += found
+        failed += not found
+    return pickles
 
 
 def _module_of(name: str) -> ModuleType:
