@@ -152,6 +152,8 @@ _ATTRIBUTES = ("__file__", "__package__", "__doc__", "__path__")
 _DEFINITIONS = (type, FunctionType, functools._lru_cache_wrapper)
 # Code and small values; a definition with more has data of its own.
 _MOST_REST_BYTES = 1 << 18
+# Each that fails may have pickled all the others, so a start would take seconds.
+_MOST_FAILED = 10
 
 
 def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]:
@@ -171,8 +173,13 @@ def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]
         return [file.getvalue()]
     if len(definitions) == 1:
         return []
-    alone = [{name: value} for name, value in definitions.items()]
-    return [data for one in alone for data in _pickles_of(one, pickler)]
+    pickles: list[bytes] = []
+    failed, names = 0, list(definitions)
+    while names and failed < _MOST_FAILED:
+        found = _pickles_of({names[-1]: definitions[names.pop()]}, pickler)
+        pickles += found
+        failed += not found
+    return pickles
 
 
 def _module_of(name: str) -> ModuleType:
@@ -331,14 +338,31 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         kind = type(value)
         if kind is CodeType:
             return self._reduce_code(value)
-        if kind is ModuleType and not self._can_import(value):
-            return _module_of, (value.__name__,), _contents_of(value), None, None, _fill
+        if issubclass(kind, ModuleType):
+            if kind is not ModuleType and self._can_import(value):
+                # cloudpickle does not know it for a module: `torch.backends.cudnn`, lazy ones.
+                return importlib.import_module, (value.__name__,)
+            if kind is ModuleType and not self._can_import(value):
+                return _module_of, (value.__name__,), _contents_of(value), None, None, _fill
         if self._held and id(value) in self._held and not self.can_send(value):
             return _named, self._held[id(value)]
         reduce = _REDUCERS.get(kind) or _BY_NAME.get((kind.__module__, kind.__qualname__))
         if reduce is None and isinstance(value, _BASES):
             reduce = next(_REDUCERS[base] for base in _BASES if isinstance(value, base))
+        if reduce is None and self._stays and kind.__reduce__ is not object.__reduce__:
+            return NotImplemented if kind in self.dispatch_table else self._reduce_named(value)
         return NotImplemented if reduce is None else reduce(value)
+
+    def _reduce_named(self, value: Any) -> Any:
+        """Reduce an object that says where it stands: a sentinel, or a `typing.NewType`."""
+        module = sys.modules.get(str(getattr(value, "__module__", None)))
+        if not isinstance(module, ModuleType) or self._can_import(module):
+            return NotImplemented
+        name = value.__reduce_ex__(5)
+        if not isinstance(name, str) or "." in name or not hasattr(value, "__dict__"):
+            return name
+        made = _made_at, (type(value), module.__name__, name)
+        return *made, dict(vars(value)), None, None, _fill
 
     def can_send(self, value: object) -> bool:
         """Return whether a value can be pickled as it is, by trying."""
@@ -528,7 +552,8 @@ def held_by_modules() -> dict[int, tuple[str, str]]:
         found = {
             id(value): (name, own)
             for own, value in list(vars(module).items())
-            if not isinstance(value, _PLAIN)
+            # Not `isinstance()`: a proxy's `__class__` may warn or raise.
+            if not issubclass(type(value), _PLAIN)
         }
         if found and _is_found(module):
             held = found | held
@@ -549,14 +574,21 @@ def _named(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+def _made_at(kind: Any, module: str, name: str) -> Any:
+    space = vars(_module_of(module))
+    if type(space.get(name)) is not kind:
+        space[name] = object.__new__(kind)
+    return space[name]
+
+
 def _contents_of(module: ModuleType) -> dict[str, Any]:
     left_out = ("__builtins__", "__loader__", "__spec__", "__cached__")
     return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
-def _fill(module: ModuleType, contents: dict[str, Any]) -> None:
+def _fill(found: Any, contents: dict[str, Any]) -> None:
     for name, value in contents.items():
-        vars(module).setdefault(name, value)
+        vars(found).setdefault(name, value)
 
 
 # --- kinds of objects that pickle refuses ------------------------------------------------------

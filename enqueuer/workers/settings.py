@@ -40,11 +40,12 @@ _SETTINGS = (
     ("socket", "getdefaulttimeout", "setdefaulttimeout"),
     ("csv", "field_size_limit", "field_size_limit"),
     ("decimal", "getcontext", "setcontext"),
+    ("numpy", "geterrcall", "seterrcall"),
     ("numpy", "geterr", "seterr"),
     ("numpy", "get_printoptions", "set_printoptions"),
     ("torch", "get_default_dtype", "set_default_dtype"),
     ("torch", "is_grad_enabled", "set_grad_enabled"),
-    ("torch", "are_deterministic_algorithms_enabled", "use_deterministic_algorithms"),
+    ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
     ("PIL.Image", "MAX_IMAGE_PIXELS", ""),
     ("PIL.ImageFile", "LOAD_TRUNCATED_IMAGES", ""),
     ("PIL.ImageFile", "MAXBLOCK", ""),
@@ -87,7 +88,8 @@ class Settings(NamedTuple):
             # A version may lack one, and a value may have parts that cannot be pickled.
             with contextlib.suppress(KeyError, AttributeError, TypeError, pickle.PicklingError):
                 value = getattr(sys.modules[module], name)
-                values[place] = pickle.dumps(value() if setter else value)
+                # A formatter or a handler may be a lambda of the program.
+                values[place] = dumps(value() if setter else value)
         filters = []
         everything: list[Any] = list(warnings.filters)
         for action, message, category, module, line in everything:
@@ -177,6 +179,10 @@ class Initializer(NamedTuple):
         return initialize(*self)
 
 
+# Modules and names of the values that it has changed, which are meant to differ.
+_initialized: set[tuple[str, ...]] = set()
+
+
 def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> Callable[[], None]:
     """Call an initializer.
 
@@ -192,6 +198,7 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
         inner = inner.func
     space: dict[str, Any] = getattr(inner, "__globals__", {})
     before = dict(space)
+    own = {name: dict(vars(m)) for name, m in list(sys.modules.items()) if _is_own(m)}
     try:
         function(*arguments)
     except BaseException as error:
@@ -200,6 +207,9 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
             f"{type(error).__name__}: {error}. Each worker calls it before it loads the source; "
             "correct it, or its initargs"
         ) from error
+    for name, old in own.items():
+        now = vars(sys.modules.get(name, sys))
+        _initialized.update((name, k) for k, v in old.items() if now.get(k, v) is not v)
     assigned = {k: v for k, v in space.items() if k not in before or before[k] is not v}
     return functools.partial(space.update, assigned)
 
@@ -377,7 +387,7 @@ def _compare(values: Mapping[Place, str], module: str) -> None:
         with contextlib.suppress(KeyError):
             for name in place[1:]:
                 here = _space_of(here)[name]
-            if repr(here) != text:
+            if repr(here) != text and place[:2] not in _initialized:
                 differ.append(f"{'.'.join(place)} is {text} in the program and {here!r} here")
     if differ:
         logging.getLogger("enqueuer").warning(

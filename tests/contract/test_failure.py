@@ -195,6 +195,25 @@ def test_an_item_that_cannot_be_pickled_is_named_and_loses_nothing(process):
     assert "shard 0, item 1" in error.__notes__[0]
 
 
+def local_class():
+    class Made:
+        pass
+
+    return Made
+
+
+Made = local_class()
+
+
+def makes_one():
+    yield Made()
+
+
+def test_an_object_of_a_local_class_at_the_top_of_a_module_is_its_own_after_a_fork():
+    with GeneratorEnqueuer(makes_one, backend=Processes("fork")) as enqueuer:
+        assert [type(item) is Made for item in enqueuer] == [True]
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_local_class_that_was_sent_along_arrives_as_itself(method):
     class Odd(Exception):

@@ -3,6 +3,7 @@
 import csv
 import decimal
 import functools
+import importlib
 import locale
 import logging
 import multiprocessing
@@ -401,3 +402,58 @@ def nested():
 @pytest.mark.parametrize("method", UNFORKED)
 def test_a_worker_may_use_workers_of_its_own(method):
     assert first(nested, method) == [0, 1]
+
+
+class Proxy:
+    """Like a proxy of Django or flask outside of a request, or `torch.distributed.reduce_op`."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("working outside of application context")
+
+
+def test_proxies_of_other_modules_are_not_looked_into(method, monkeypatch, tmp_path):
+    (tmp_path / "one_with_a_lock.py").write_text("import threading\nLOCK = threading.Lock()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    lock = importlib.import_module("one_with_a_lock").LOCK
+    monkeypatch.setattr(sys.modules["one_with_a_lock"], "request", Proxy(), raising=False)
+    space = {"LOCK": lock, "__name__": "nowhere"}
+    exec("def batches():\n with LOCK: yield 1", space)
+    assert first(space["batches"], method) == 1
+
+
+def test_a_module_of_a_class_of_its_own_goes_by_name(method, monkeypatch, tmp_path):
+    text = (
+        "import sys, types, _thread\n"
+        "class Odd(types.ModuleType): flag = _thread.allocate_lock()\n"
+        "mine = Odd(__name__); vars(mine).update(globals()); sys.modules[__name__] = mine\n"
+    )
+    (tmp_path / "module_like_cudnn.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    odd = importlib.import_module("module_like_cudnn")
+    space = {"odd": odd, "__name__": "nowhere"}
+    exec("import sys\ndef batches(): yield odd is sys.modules['module_like_cudnn']", space)
+    assert first(space["batches"], method) is True
+
+
+def with_functions():
+    yield str(np.array([1.5])), float(np.float64(1) / np.float64(0)), np.geterrcall() is None
+
+
+def test_functions_that_the_program_has_given_to_numpy_are_there(method):
+    before = np.seterrcall(lambda kind, flag: None)
+    try:
+        with np.errstate(divide="call"), np.printoptions(formatter={"float": lambda x: "ours"}):
+            assert first(with_functions, method) == ("[ours]", float("inf"), False)
+    finally:
+        np.seterrcall(before)
+
+
+def test_a_value_that_the_initializer_sets_may_differ(method, caplog, monkeypatch, tmp_path):
+    (tmp_path / "config_to_set.py").write_text("RATE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = importlib.import_module("config_to_set")
+    space = {"config": config, "__name__": "nowhere"}
+    exec("def initialize(): config.RATE = 5\ndef batches(): yield config.RATE", space)
+    assert first(space["batches"], method, initializer=space["initialize"]) == 5
+    assert "in the program" not in caplog.text

@@ -311,3 +311,17 @@ def test_threads_pass_on_a_tensor_with_its_graph():
     with OrderedEnqueuer(range(1), lambda _: computed(), backend="thread") as enqueuer:
         (tensor,) = enqueuer
     assert tensor.grad_fn is not None
+
+
+def deterministic():
+    yield torch.get_deterministic_debug_mode()
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_workers_only_warn_of_what_is_not_deterministic_if_the_program_does(mode):
+    torch.use_deterministic_algorithms(True, warn_only=mode == 1)
+    try:
+        with GeneratorEnqueuer(deterministic, backend=Processes("forkserver")) as enqueuer:
+            assert list(enqueuer) == [mode]
+    finally:
+        torch.use_deterministic_algorithms(False)

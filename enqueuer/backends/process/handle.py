@@ -430,13 +430,15 @@ def resource_tracker() -> list[int]:
 
 
 def _is_local(source: Source | TaskSource) -> bool:
-    """Return whether the user's code, or its class, was defined within a function."""
+    """Return whether the user's code, its class, or one of its module was made by a function."""
     if isinstance(source, TaskSource):
         parts: list[object] = [source.map, source.items]
     else:
         parts = [source.function if isinstance(source, FunctionSource) else source.iterable]
-    names = (getattr(part, "__qualname__", type(part).__qualname__) for part in parts)
-    return any("<locals>" in str(name) for name in names)
+    names = [getattr(part, "__qualname__", type(part).__qualname__) for part in parts]
+    spaces = [getattr(part, "__globals__", {}) for part in parts]
+    kinds = (kind for space in spaces for kind in list(space.values()) if isinstance(kind, type))
+    return any("<locals>" in str(name) for name in (*names, *(k.__qualname__ for k in kinds)))
 
 
 _OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
