@@ -32,7 +32,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from enum import Enum
-from pathlib import PurePath
 from pickle import PickleBuffer
 from types import (
     BuiltinFunctionType,
@@ -445,7 +444,7 @@ _BY_VALUE = 6
 _OF_CLASS, _ATTRIBUTES_OF_CLASS = 6, 3
 # What definitions that the source does not need may bring along.
 _PLAIN = (
-    *(int, float, complex, str, bytes, bool, type(None), re.Pattern, PurePath, Enum),
+    *(int, float, complex, str, bytes, bool, type(None), re.Pattern, os.PathLike, Enum),
     *(ModuleType, type, FunctionType, BuiltinFunctionType, MethodDescriptorType),
 )
 # Members of a container of these.

@@ -24,7 +24,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePath
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -341,6 +340,10 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from _codes_in(constant)
 
 
+# Of paths; their import takes milliseconds, and a program without them has none.
+_PATHS = ("pathlib", "pathlib._local")
+
+
 def _is_plain(value: object) -> bool:
     """Return whether a value is small, and its text tells it from others."""
     if type(value) in (tuple, list):
@@ -348,7 +351,9 @@ def _is_plain(value: object) -> bool:
         return len(parts) <= _MOST_PARTS and all(map(_is_plain, parts))
     if type(value) in (str, bytes):
         return len(value) <= _MOST_CHARACTERS  # type: ignore[arg-type]
-    return type(value) in (int, float, complex, bool, type(None)) or isinstance(value, PurePath)
+    return (
+        type(value) in (int, float, complex, bool, type(None)) or type(value).__module__ in _PATHS
+    )
 
 
 def _space_of(value: object) -> Mapping[Any, Any]:
