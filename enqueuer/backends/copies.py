@@ -147,12 +147,21 @@ def _reached(source: Source | TaskSource) -> Iterator[Step]:
 
 def _roots_of(source: Source | TaskSource) -> Iterator[Step]:
     if isinstance(source, TaskSource):
-        yield "map", source.map
-        yield "collate", source.collate
+        yield "map", _method_of(source.map, "__call__")
+        yield "collate", _method_of(source.collate, "__call__")
         if source.is_sequence:
-            yield "the sequence", source.items
+            yield "the sequence", _method_of(source.items, "__getitem__")
+            if isinstance(many := _method_of(source.items, "__getitems__"), MethodType):
+                yield "the sequence", many
     elif isinstance(source, FunctionSource):
-        yield name_of(source.function), source.function
+        yield name_of(source.function), _method_of(source.function, "__call__")
+
+
+def _method_of(value: Any, name: str) -> Any:
+    """Return a method of an object if a function of its class is that, otherwise the object."""
+    function = getattr(type(value), name, None)
+    is_users = isinstance(function, FunctionType) and not _is_library(type(value).__module__)
+    return MethodType(function, value) if is_users else value
 
 
 def _is_generator(value: object) -> bool:
@@ -171,6 +180,9 @@ def _parts_of(value: Any) -> Iterator[Step]:
     kind = type(value)
     if isinstance(value, FunctionType):
         yield from _used_by(value)
+    elif isinstance(value, MethodType) and not _is_library(type(value.__self__).__module__):
+        # A trainer whose method loads the data has also a count of steps and a list of losses.
+        yield from _used_of(value)
     elif isinstance(value, (MethodType, BuiltinMethodType)):
         yield "", getattr(value, "__func__", None)
         yield "", value.__self__
@@ -211,6 +223,29 @@ def _used_by(function: FunctionType) -> Iterator[Step]:
             yield from ((f": {name}.{attribute}", vars(part)[attribute]) for attribute in used)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield ": a default argument", default
+
+
+def _used_of(method: MethodType) -> Iterator[Step]:
+    """Yield the attributes that a method, and the methods that it calls, may use."""
+    owner, seen, left = method.__self__, set(), [method.__func__]
+    kind = owner if isinstance(owner, type) else type(owner)
+    while left:
+        function = left.pop()
+        yield "", function
+        for code in _codes_in(getattr(function, "__code__", None)):
+            for name in set(code.co_names) - seen:
+                seen.add(name)
+                own = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+                left += [getattr(one, "fget", getattr(one, "__func__", one)) for one in own]
+    yield from ((f".{name}", part) for name, part in attributes_of(owner).items() if name in seen)
+
+
+def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes_in(constant)
 
 
 def _globals_in(code: CodeType) -> Iterator[tuple[str, set[str]]]:
