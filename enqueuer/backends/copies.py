@@ -16,10 +16,11 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 from enqueuer.backends.stall import warn
-from enqueuer.common.references import parts_of
+from enqueuer.common.references import is_library, parts_of
 from enqueuer.common.text import an
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.duplicates import Digest, digest
@@ -167,12 +168,21 @@ def _is_open_file(value: Any) -> bool:
 
 def _roots_of(source: Source | TaskSource) -> Iterator[Step]:
     if isinstance(source, TaskSource):
-        yield "map", source.map
-        yield "collate", source.collate
+        yield "map", _method_of(source.map, "__call__")
+        yield "collate", _method_of(source.collate, "__call__")
         if source.is_sequence:
-            yield "the sequence", source.items
+            yield "the sequence", _method_of(source.items, "__getitem__")
+            if isinstance(many := _method_of(source.items, "__getitems__"), MethodType):
+                yield "the sequence", many
     elif isinstance(source, FunctionSource):
-        yield name_of(source.function), source.function
+        yield name_of(source.function), _method_of(source.function, "__call__")
+
+
+def _method_of(value: Any, name: str) -> Any:
+    """Return a method of an object if a function of its class is that, otherwise the object."""
+    function: Any = getattr(type(value), name, None)
+    is_users = isinstance(function, FunctionType) and not is_library(type(value).__module__)
+    return MethodType(function, value) if is_users else value
 
 
 def _is_generator(value: object) -> bool:

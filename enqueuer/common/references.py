@@ -30,6 +30,9 @@ def parts_of(value: Any) -> Iterator[Step]:
     """Yield what belongs to an object and is copied with it, with the step to each."""
     if isinstance(value, FunctionType):
         yield from _used_by(value)
+    elif isinstance(value, MethodType) and not is_library(type(value.__self__).__module__):
+        # A trainer whose method loads the data has also a count of steps and a list of losses.
+        yield from _used_of(value)
     elif isinstance(value, (MethodType, BuiltinMethodType)):
         yield "", getattr(value, "__func__", None)
         yield "", value.__self__
@@ -72,15 +75,36 @@ def _used_by(function: FunctionType) -> Iterator[Step]:
         yield ": a default argument", default
 
 
+def _used_of(method: MethodType) -> Iterator[Step]:
+    """Yield the attributes that a method, and the methods that it calls, may use."""
+    owner, left, seen = method.__self__, [method.__func__], set[str]()
+    kind = owner if isinstance(owner, type) else type(owner)
+    while left:
+        function = left.pop()
+        yield "", function
+        for code in _codes_in(getattr(function, "__code__", None)):
+            for name in set(code.co_names) - seen:
+                seen.add(name)
+                own = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+                left += [getattr(one, "fget", getattr(one, "__func__", one)) for one in own]
+    yield from ((f".{name}", part) for name, part in attributes_of(owner).items() if name in seen)
+
+
+def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
+    """Yield code, and that of the lambdas, comprehensions and functions within it."""
+    if code is not None:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _codes_in(constant)
+
+
 def _globals_in(code: CodeType) -> Iterator[tuple[str, set[str]]]:
     """Yield each global that code uses, and the names that may be its attributes."""
-    for step in dis.get_instructions(code):
-        if step.opname == "LOAD_GLOBAL":
-            yield step.argval, set(code.co_names)
-    for constant in code.co_consts:
-        # The code of a lambda, a comprehension or an inner function.
-        if isinstance(constant, CodeType):
-            yield from _globals_in(constant)
+    for inner in _codes_in(code):
+        for step in dis.get_instructions(inner):
+            if step.opname == "LOAD_GLOBAL":
+                yield step.argval, set(inner.co_names)
 
 
 def is_library(module: object) -> bool:

@@ -342,13 +342,21 @@ class FailurePolicy:
         all objects that the loop knows.
         """
         # Not every class can be copied, and its methods may raise anything.
-        with suppressed(BaseException):
-            twin = copy.copy(error)
-            if type(twin) is type(error) and str(twin) == str(error):
-                twin.__cause__, twin.__context__ = error.__cause__, error.__context__
-                twin.__suppress_context__ = error.__suppress_context__
-                # Some packages have exceptions copied with their frames, from which all frames of
-                # the loop can be reached if the worker runs in its thread.
-                twin.__traceback__ = None
-                return twin
+        for make in (copy.copy, _without_init):
+            with suppressed(BaseException):
+                twin = make(error)
+                if type(twin) is type(error) and str(twin) == str(error):
+                    twin.__cause__, twin.__context__ = error.__cause__, error.__context__
+                    twin.__suppress_context__ = error.__suppress_context__
+                    # Some packages have exceptions copied with their frames, from which all frames
+                    # of the loop can be reached if the worker runs in its thread.
+                    twin.__traceback__ = None
+                    return twin
         return error
+
+
+def _without_init(error: BaseException) -> BaseException:
+    """Return a copy of an exception whose `__init__` takes other arguments than it passes on."""
+    twin: BaseException = type(error).__new__(type(error), *error.args)
+    vars(twin).update(vars(error))
+    return twin

@@ -351,8 +351,9 @@ def _fetches_many(kind: type) -> bool:
 
 def has_labels(items: object) -> bool:
     """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
-    # The class is asked, as a dataset may pass on the attributes of its table.
-    return hasattr(type(items), "iloc")
+    # The class is asked, as a dataset may pass on the attributes of its table. One that has only
+    # `iloc`, and `[i]` of its own, is no table.
+    return all(hasattr(type(items), name) for name in ("iloc", "loc", "ndim"))
 
 
 def why_no_elements(items: Any) -> str | None:

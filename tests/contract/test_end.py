@@ -1,5 +1,7 @@
 """End: a finite source ends the iteration; iterating again runs the next epoch."""
 
+import weakref
+
 import pytest
 from helpers import counting, start_method_of, twelve
 
@@ -205,3 +207,21 @@ def test_an_iterable_that_was_read_to_its_end_is_told_of(no_warnings):
         assert list(enqueuer) == [0, 1, 2]
         with pytest.warns(EmptyEpochWarning, match="epoch 1 .* pass one that begins anew"):
             assert list(enqueuer) == []
+
+
+class TwoArguments(Exception):
+    def __init__(self, path, reason):
+        super().__init__(f"{path}: {reason}")
+
+
+def raises_two(element):
+    raise TwoArguments("a.png", element)
+
+
+def test_an_error_that_cannot_be_copied_keeps_no_enqueuer_alive(backend):
+    enqueuer = OrderedEnqueuer(range(4), raises_two, **backend)
+    known = weakref.ref(enqueuer)
+    with pytest.raises(TwoArguments, match=r"a\.png: 0"):
+        list(enqueuer.start() or enqueuer)
+    del enqueuer
+    assert known() is None

@@ -512,10 +512,13 @@ class Leveled:
         return len(self.rows)
 
     def __getitem__(self, index):
-        return self.rows[index] * 10 + self.level
+        return self.rows[index] * 10 + self._added()
 
     def __call__(self, shard):
-        yield from shard.split(self.rows)
+        yield from [row + self._added() for row in shard.split(self.rows)]
+
+    def _added(self):
+        return self.level if self.array.any() and self.parts.rate else 0
 
 
 class Parts:
@@ -619,3 +622,33 @@ def test_threads_have_the_context_variables_of_the_task_that_starts_them():
             return [value async for value in enqueuer]
 
     assert asyncio.run(main()) == ["of the task"]
+
+
+class Trainer:
+    """A program as many are: its method loads the data, and the others have values of their own."""
+
+    def __init__(self):
+        self.rows, self.step, self.losses = [1, 2, 3], 0, []
+        self.order = np.random.default_rng(7)
+
+    def load(self, row):
+        return self.rows[row]
+
+    def batches(self, shard):
+        yield from shard.split(self.rows)
+
+    def train(self, enqueuer):
+        for batch in enqueuer:
+            self.step += 1
+            self.losses.append(batch * self.order.random())
+
+
+@pytest.mark.parametrize("is_tasks", [True, False])
+def test_what_the_method_that_loads_does_not_use_may_change(process, is_tasks, no_warnings):
+    trainer = Trainer()
+    given = (range(3), trainer.load) if is_tasks else (trainer.batches,)
+    make = OrderedEnqueuer if is_tasks else GeneratorEnqueuer
+    with make(*given, workers=2, **process) as enqueuer:
+        trainer.train(enqueuer)
+        trainer.train(enqueuer)
+    assert trainer.step == 6

@@ -1275,3 +1275,20 @@ def test_quick_results_before_a_slow_one_come_at_once(process, tmp_path, monkeyp
                 taken.append(next(batches))
             (tmp_path / f"gate-{slow}").touch()
         assert [*taken, *batches] == list(range(2000))
+
+
+class OfTable:
+    """A dataset that passes on the places of its table."""
+
+    iloc = property(lambda self: "abc")
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return index, self.iloc[index]
+
+
+def test_a_dataset_with_places_of_a_table_has_elements_of_its_own(backend):
+    with OrderedEnqueuer(OfTable(), **backend) as enqueuer:
+        assert list(enqueuer) == [(0, "a"), (1, "b"), (2, "c")]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 
 import psutil
@@ -301,3 +303,26 @@ def test_a_start_goes_on_whose_answer_another_wait_has_read(monkeypatch):
                 if woken:
                     break  # else the answer was there before it was waited for
     assert woken == [True]
+
+
+TRACKED = """
+import os, signal, warnings
+from multiprocessing import resource_tracker
+from enqueuer import OrderedEnqueuer
+warnings.simplefilter("error")
+os.setpgrp()
+signal.signal(signal.SIGUSR1, lambda number, frame: None)
+def same(element):
+    return element
+with OrderedEnqueuer(range(4), same, workers=2, backend="process") as enqueuer:
+    list(enqueuer)
+    os.killpg(0, signal.SIGUSR1)
+before = resource_tracker._resource_tracker._pid
+resource_tracker.ensure_running()
+print(before == resource_tracker._resource_tracker._pid)
+"""
+
+
+def test_the_resource_tracker_outlives_the_signals_of_a_job_scheduler():
+    done = subprocess.run([sys.executable, "-c", TRACKED], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")

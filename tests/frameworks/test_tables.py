@@ -86,7 +86,8 @@ def test_a_part_of_a_series_goes_by_place():
 
 
 def test_an_empty_series_has_no_elements():
-    assert list(OrderedEnqueuer(needs("pandas").Series([], dtype=float))) == []
+    with pytest.warns(EmptyEpochWarning, match="there are no elements"):
+        assert list(OrderedEnqueuer(needs("pandas").Series([], dtype=float))) == []
 
 
 def test_a_frame_is_no_sequence_of_rows():

@@ -424,9 +424,14 @@ def resource_tracker() -> list[int]:
     """
     # Its import takes longer than to fork a worker.
     module = importlib.import_module("multiprocessing.resource_tracker")
-    with suppressed(OSError):
-        return [module.getfd()]
-    return []
+    # It ignores the others of a job scheduler's signals, and inherits these as blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        with suppressed(OSError):
+            return [module.getfd()]
+        return []
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_local(source: Source | TaskSource) -> bool:
