@@ -70,8 +70,8 @@ def pickled_source(
         OSError: There is no room for the descriptors of shared objects.
     """
     held: Mapping[int, tuple[str, str]] = {}
+    what = initializer, source, on_error, used_values(*_user_parts_of(source))
     try:
-        what = initializer, source, on_error, used_values(*_user_parts_of(source))
         try:
             pickled, pickler = _dump(what, shared, held)
         except Exception:
@@ -79,9 +79,9 @@ def pickled_source(
                 raise
             held = held_by_modules()
             pickled, pickler = _dump(what, shared, held)
-        program = pickle.dumps(program_of(pickler), protocol=5)
+        program = program_of(pickler)
         known.update(pickler.sent)
-        return Payload(program, pickled)
+        return Payload(pickle.dumps(program, protocol=5), pickled)
     except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
@@ -91,11 +91,11 @@ def pickled_source(
                 "(`ulimit -n`), or close some"
             ) from error
         can_send = functools.partial(_can_send, shared, held)
-        for name, value in (("on_error", on_error), ("initializer", initializer)):
+        for name, value in {"on_error": on_error, "initializer": initializer}.items():
             if not can_send(value):
-                function = value.function if isinstance(value, Initializer) else value
+                function = name_of(getattr(value, "function", value))
                 raise SourceNotPicklable(
-                    f"{name}={name_of(function)} cannot be sent to {where}: "
+                    f"{name}={function} cannot be sent to {where}: "
                     f"{error}; use a function of a module, or {others}"
                 ) from error
         raise SourceNotPicklable(

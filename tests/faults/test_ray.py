@@ -35,6 +35,28 @@ pytestmark = pytest.mark.skipif(not IS_RAY, reason="ENQUEUER_RAY=1 runs it")
 RAY = {"backend": "ray"}
 
 
+def set_rate(value):
+    if value is None:
+        raise ValueError("no rate")
+    os.environ["RATE_OF_A_TEST"] = value
+
+
+def rates():
+    yield os.environ.get("RATE_OF_A_TEST")
+
+
+def test_an_initializer_runs_in_each_actor_before_the_source():
+    backend = Ray(initializer=set_rate, initargs=("5",))
+    with GeneratorEnqueuer(rates, workers=2, shards=2, backend=backend) as enqueuer:
+        assert list(enqueuer) == ["5", "5"]
+
+
+def test_an_error_of_an_initializer_is_one_of_the_start():
+    backend = Ray(initializer=set_rate, initargs=(None,))
+    with pytest.raises(StartError, match="set_rate failed in the worker with ValueError: no rate"):
+        list(GeneratorEnqueuer(rates, workers=1, backend=backend))
+
+
 # --- deaths ---
 
 

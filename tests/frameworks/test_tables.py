@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import needs
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Shard, imap
+from enqueuer import EmptyEpochWarning, GeneratorEnqueuer, OrderedEnqueuer, Shard, imap
 from enqueuer.transport import item_codec
 
 ROWS = 20_000
