@@ -160,9 +160,11 @@ def _is_open_file(value: Any) -> bool:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if kind in ("sqlite3.Connection", "h5py._hl.files.File"):
         return True
-    # Text and binary files, but for those in memory and the standard streams.
+    if not kind.startswith("_io.") or not isinstance(value, io.IOBase):
+        return False
+    # What is only written to, such as a log, has no position that matters. Files in memory raise.
     with contextlib.suppress(OSError, ValueError):
-        return kind.startswith("_io.") and isinstance(value, io.IOBase) and value.fileno() > 2
+        return value.readable() and value.fileno() > 2
     return False
 
 

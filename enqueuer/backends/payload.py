@@ -77,8 +77,7 @@ def pickled_source(
         except Exception:
             if shared is not None and shared.error is not None:
                 raise
-            held = held_by_modules()
-            pickled, pickler = _dump(what, shared, held)
+            pickled, pickler = _dump(what, shared, held := held_by_modules())
         program = program_of(pickler)
         known.update(pickler.sent)
         return Payload(pickle.dumps(program, protocol=5), pickled)
@@ -95,8 +94,8 @@ def pickled_source(
             if not can_send(value):
                 function = name_of(getattr(value, "function", value))
                 raise SourceNotPicklable(
-                    f"{name}={function} cannot be sent to {where}: "
-                    f"{error}; use a function of a module, or {others}"
+                    f"{name}={function} cannot be sent to {where}: {error}; "
+                    f"use a function of a module, or {others}"
                 ) from error
         raise SourceNotPicklable(
             _why_not(source, where, others, can_send) + _hint(error)
