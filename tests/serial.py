@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import random
 import signal
@@ -86,11 +87,14 @@ class Source:
         count = 0
         for index, length in enumerate(self.lengths):
             for number in range(length):
-                if (index, number) in self.fails:
-                    count += 1
-                    break
                 place = (index, number)
-                count += place in self.unsendable and place not in self.gaps
+                if place in self.fails:
+                    count += 1
+                    # A generator has ended by it.
+                    if not self.knows:
+                        break
+                else:
+                    count += place in self.unsendable and place not in self.gaps
         return count
 
 
@@ -152,13 +156,19 @@ def serial(source, epoch=0, on_error="skip", rank=0, world_size=1):
 
 
 def _one_shard(source, shard, replaces):
-    try:
-        for number, item in enumerate(source(shard)):
-            if item is not None and (shard.index, number) in source.unsendable:
-                if replaces:
-                    yield UNSENDABLE
-            elif item is not None:
-                yield plain(item)
-    except Broken as error:
-        if replaces:
-            yield instead(error)
+    items = iter(source(shard))
+    for number in itertools.count():
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Broken as error:
+            if replaces:
+                yield instead(error)
+            # A generator has ended by it; another iterator goes on.
+            continue
+        if item is not None and (shard.index, number) in source.unsendable:
+            if replaces:
+                yield UNSENDABLE
+        elif item is not None:
+            yield plain(item)

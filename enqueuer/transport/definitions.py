@@ -325,6 +325,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def dump(self, value: Any) -> None:
         try:
             super().dump(value)
+        except pickle.PicklingError as error:
+            # Python's own words are known better than cloudpickle's.
+            if isinstance(error.__cause__, RecursionError):
+                raise error.__cause__ from None
+            raise
         finally:
             for module in self._registered:
                 cloudpickle.unregister_pickle_by_value(module)

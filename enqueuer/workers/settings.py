@@ -302,7 +302,7 @@ class _Walk:
             stored = [code.co_names[at] for step, at in steps if step == _STORE_GLOBAL]
             self.assigned.update((module, name) for name in stored)
         if is_own:
-            self._note((module,), space, names)
+            self._note((module,), space, names - free.keys())
         for name in sorted(names):
             value = space.get(name, sys.modules.get(name))
             # An empty cell raises ValueError.
