@@ -413,10 +413,12 @@ class Proxy:
 
 
 def test_proxies_of_other_modules_are_not_looked_into(method, monkeypatch, tmp_path):
-    (tmp_path / "one_with_a_lock.py").write_text("import threading\nLOCK = threading.Lock()\n")
+    name = f"one_with_a_lock_{method}"
+    (tmp_path / f"{name}.py").write_text("import threading\nLOCK = threading.Lock()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    lock = importlib.import_module("one_with_a_lock").LOCK
-    monkeypatch.setattr(sys.modules["one_with_a_lock"], "request", Proxy(), raising=False)
+    module = importlib.import_module(name)
+    lock = module.LOCK
+    monkeypatch.setattr(module, "request", Proxy(), raising=False)
     space = {"LOCK": lock, "__name__": "nowhere"}
     exec("def batches():\n with LOCK: yield 1", space)
     assert first(space["batches"], method) == 1
@@ -428,11 +430,13 @@ def test_a_module_of_a_class_of_its_own_goes_by_name(method, monkeypatch, tmp_pa
         "class Odd(types.ModuleType): flag = _thread.allocate_lock()\n"
         "mine = Odd(__name__); vars(mine).update(globals()); sys.modules[__name__] = mine\n"
     )
-    (tmp_path / "module_like_cudnn.py").write_text(text)
+    # A module is imported once in this process, from the folder of the first test.
+    name = f"module_like_cudnn_{method}"
+    (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    odd = importlib.import_module("module_like_cudnn")
+    odd = importlib.import_module(name)
     space = {"odd": odd, "__name__": "nowhere"}
-    exec("import sys\ndef batches(): yield odd is sys.modules['module_like_cudnn']", space)
+    exec(f"import sys\ndef batches(): yield odd is sys.modules[{name!r}]", space)
     assert first(space["batches"], method) is True
 
 

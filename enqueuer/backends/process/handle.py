@@ -420,14 +420,14 @@ def resource_tracker() -> list[int]:
     opened by its name.
 
     Returns:
-        Nothing if the system has no room for another process.
+        Nothing if the system has no room for another process, or the standard streams are closed.
     """
     # Its import takes longer than to fork a worker.
     module = importlib.import_module("multiprocessing.resource_tracker")
     # It ignores the others of a job scheduler's signals, and inherits these as blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
-        with suppressed(OSError):
+        with suppressed(OSError, ValueError):
             return [module.getfd()]
         return []
     finally:
