@@ -22,7 +22,7 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from dataclasses import replace
 from queue import Empty, SimpleQueue
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from enqueuer.common.finalizers import WorkerThread
@@ -306,7 +306,7 @@ def check_awaited(value: object) -> None:
         TypeError: the item is a coroutine, which no code awaits: pass the async function itself...
     """
     coroutines = [
-        one for one in (value if type(value) is list else [value]) if inspect.iscoroutine(one)
+        one for one in (value if type(value) is list else [value]) if isinstance(one, CoroutineType)
     ]
     for coroutine in coroutines:
         # Otherwise Python warns of it.
