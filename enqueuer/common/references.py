@@ -82,7 +82,7 @@ def _used_of(method: MethodType) -> Iterator[Step]:
     while left:
         function = left.pop()
         yield "", function
-        for code in _codes_in(getattr(function, "__code__", None)):
+        for code in codes_in(getattr(function, "__code__", None)):
             for name in set(code.co_names) - seen:
                 seen.add(name)
                 own = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
@@ -90,18 +90,18 @@ def _used_of(method: MethodType) -> Iterator[Step]:
     yield from ((f".{name}", part) for name, part in attributes_of(owner).items() if name in seen)
 
 
-def _codes_in(code: CodeType | None) -> Iterator[CodeType]:
+def codes_in(code: CodeType | None) -> Iterator[CodeType]:
     """Yield code, and that of the lambdas, comprehensions and functions within it."""
     if code is not None:
         yield code
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                yield from _codes_in(constant)
+                yield from codes_in(constant)
 
 
 def _globals_in(code: CodeType) -> Iterator[tuple[str, set[str]]]:
     """Yield each global that code uses, and the names that may be its attributes."""
-    for inner in _codes_in(code):
+    for inner in codes_in(code):
         for step in dis.get_instructions(inner):
             if step.opname == "LOAD_GLOBAL":
                 yield step.argval, set(inner.co_names)

@@ -416,9 +416,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return None
         # Pickle does not ask us about containers.
         is_held = isinstance(value, (dict, list, set)) and id(value) in self._held
-        return name, _Held(*self._held[id(value)]) if is_held and not self.can_send(
-            value
-        ) else value
+        if is_held and not self.can_send(value):
+            value = _Held(*self._held[id(value)])
+        return name, value
 
     def _can_import(self, module: ModuleType) -> bool:
         """Return whether workers can import a module; have pickle send it by value if not."""
@@ -443,6 +443,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             return super().reducer_override(code)
 
 
+# The main module; multiprocessing calls that of its own processes otherwise.
+_MAIN = ("__main__", "__mp_main__")
 # Items in what cloudpickle returns for what it sends by value; among these, arguments of the
 # function that makes a class, and the place of the attributes with which it is made.
 _BY_VALUE = 6
@@ -520,7 +522,7 @@ def is_picklable(value: object) -> bool:
 def _is_found(module: ModuleType) -> bool:
     """Return whether a fresh interpreter with this one's path finds a module where it is."""
     name = module.__name__
-    if name in ("__main__", "__mp_main__") or sys.modules.get(name) is not module:
+    if name in _MAIN or sys.modules.get(name) is not module:
         return False
     file = getattr(module, "__file__", None)
     parent, _, last = name.rpartition(".")
@@ -551,7 +553,7 @@ def held_by_modules() -> dict[int, tuple[str, str]]:
     """Return what importable modules hold, by its id: the name of the module, and that in it."""
     held: dict[int, tuple[str, str]] = {}
     for name, module in list(sys.modules.items()):
-        if name in ("__main__", "__mp_main__") or not isinstance(module, ModuleType):
+        if name in _MAIN or not isinstance(module, ModuleType):
             continue
         found = {
             id(value): (name, own)
@@ -600,10 +602,7 @@ def _fill(found: Any, contents: dict[str, Any]) -> None:
 
 def _reduce_cached(function: Any) -> Any:
     """Reduce a cached function that no worker can import; its copy begins with an empty cache."""
-    if "<locals>" not in function.__qualname__ and function.__module__ not in (
-        "__main__",
-        "__mp_main__",
-    ):
+    if "<locals>" not in function.__qualname__ and function.__module__ not in _MAIN:
         return NotImplemented
     sizes = function.cache_parameters()
     return _cached, (function.__wrapped__, sizes["maxsize"], sizes["typed"])

@@ -23,11 +23,11 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
-from enqueuer.common.references import parts_of
+from enqueuer.common.references import codes_in, parts_of
 from enqueuer.errors import StartError
 from enqueuer.workers.remote import after_import, on_import
 
@@ -296,7 +296,7 @@ class _Walk:
             return
         free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         names = set(free)
-        for code in _codes_in(function.__code__):
+        for code in codes_in(function.__code__):
             names.update(code.co_names, (text for text in code.co_consts if type(text) is str))
             steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
             stored = [code.co_names[at] for step, at in steps if step == _STORE_GLOBAL]
@@ -330,14 +330,6 @@ class _Walk:
             elif len(place) == 1 and not isinstance(value, ModuleType):
                 self.waiting.append(value)
                 self._note((*place, name), _space_of(value), names)
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        # The code of a lambda, a comprehension or an inner function.
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
 
 
 # Of paths; their import takes milliseconds, and a program without them has none.
