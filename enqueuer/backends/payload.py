@@ -31,6 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
+from enqueuer.common.references import codes_in
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
@@ -266,13 +267,10 @@ def _used_by(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     """Yield the names of the globals that code uses; `co_names` has attributes as well."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
-    for constant in code.co_consts:
-        # The code of a lambda, a comprehension or an inner function.
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+    for inner in codes_in(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield instruction.argval
 
 
 # --- what is shared --------------------------------------------------------------------------

@@ -74,6 +74,13 @@ class Seeded:
         return np.random.SeedSequence(self.random_seed, spawn_key=spawn_key)
 
 
+def has_labels(items: object) -> bool:
+    """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
+    # The class is asked, as a dataset may pass on the attributes of its table. One that has only
+    # `iloc`, and `[i]` of its own, is no table.
+    return all(hasattr(type(items), name) for name in ("iloc", "loc", "ndim"))
+
+
 @dataclass(frozen=True)
 class Task(Seeded):
     """One element of a sequence in one epoch, and its random numbers.
@@ -171,7 +178,7 @@ class Shard(Seeded):
             )
         if isinstance(items, Sequence) or hasattr(items, "ndim"):
             # A slice of a pandas object may be one of labels.
-            by_place = items.iloc if hasattr(type(items), "iloc") else items
+            by_place = items.iloc if has_labels(items) else items
             return by_place[self.index :: self.count]
         if hasattr(items, "__len__") and hasattr(items, "__getitem__"):
             # Not every map-style dataset takes a slice or returns the same elements for it.

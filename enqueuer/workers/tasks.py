@@ -25,7 +25,7 @@ from enqueuer.common.text import an
 from enqueuer.workers.collate import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.messages import Ticket
-from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals
+from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals, has_labels
 from enqueuer.workers.sources import (
     fingerprint_of,
     is_async,
@@ -347,13 +347,6 @@ def _fetches_many(kind: type) -> bool:
         if "__getitem__" in vars(base):
             return False
     return False
-
-
-def has_labels(items: object) -> bool:
-    """Return whether `[i]` takes a label, and `.iloc[i]` a place, as for a Series of pandas."""
-    # The class is asked, as a dataset may pass on the attributes of its table. One that has only
-    # `iloc`, and `[i]` of its own, is no table.
-    return all(hasattr(type(items), name) for name in ("iloc", "loc", "ndim"))
 
 
 def why_no_elements(items: Any) -> str | None:
