@@ -14,7 +14,7 @@ from helpers import LIMIT, counting, start_method_of, wait_until
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
 from enqueuer.enqueuers.enqueuer import core_of
 
-PROMPT_S = 0.5  # 0.1 s, with nothing else to do
+PROMPT_S = 1.5  # 0.1 s, with nothing else to do; one that does not listen takes 2
 SLACK_S = 0.7  # over `timeout`
 
 
