@@ -241,7 +241,8 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             # The process still runs: the user's code has closed all its descriptors.
             if worker.exitcode is None:
                 worker.send_signal(signal.SIGKILL)
-                worker.process.exitcode(_EXITCODE_S)
+                # Nothing asks again, so a busy machine must have time for it.
+                worker.process.exitcode(10 * _EXITCODE_S)
             worker.move(WorkerState.DEAD)
             self._forget(worker)
 
