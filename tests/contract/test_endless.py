@@ -112,8 +112,8 @@ def test_the_epochs_are_those_of_single_loops(backend, ordered, batch_size, max_
 @pytest.mark.ahead
 def test_the_queue_has_the_batches_of_this_epoch_alone(gated, tmp_path):
     enqueuer, batches = gated
-    assert enqueuer.queue.qsize() == 0
-    assert enqueuer.stats().queue_size == 0
+    # A worker tells by a file that it has done a task, and then sends the result.
+    wait_until(lambda: enqueuer.queue.qsize() == enqueuer.stats().queue_size == 0)
     assert enqueuer.stats().epoch == 0
     assert "0/10 waiting" in repr(enqueuer)
     (tmp_path / "open").touch()

@@ -292,6 +292,15 @@ class ProcessWorker:
         if self.exitcode is None and (self.pidfd is None or self.has_ended(timeout)):
             self.exitcode = self.process.exitcode(timeout)
 
+    def collect_exitcode(self, timeout: float) -> None:
+        """Wait for the exit code of a process whose channel has ended; then kill the process."""
+        self.wait_for_exitcode(timeout)
+        if self.exitcode is None:
+            # The user's code may have closed all its descriptors. Nothing asks for the code again,
+            # so a busy machine must have time for the end.
+            self.send_signal(signal.SIGKILL)
+            self.process.exitcode(10 * timeout)
+
     def snapshot(self) -> WorkerSnapshot:
         """Return where it is, as it has answered the last question."""
         stacks = self.stacks

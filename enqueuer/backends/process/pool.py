@@ -237,12 +237,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             # The worker may have sent messages after the last reading.
             worker.inbox.control.pump()
             deliver_all(worker.inbox.control.records)
-            worker.wait_for_exitcode(_EXITCODE_S)
-            # The process still runs: the user's code has closed all its descriptors.
-            if worker.exitcode is None:
-                worker.send_signal(signal.SIGKILL)
-                # Nothing asks again, so a busy machine must have time for it.
-                worker.process.exitcode(10 * _EXITCODE_S)
+            worker.collect_exitcode(_EXITCODE_S)
             worker.move(WorkerState.DEAD)
             self._forget(worker)
 
@@ -329,7 +324,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             self._forget(worker)
             if worker.state is not WorkerState.DEAD:
                 _read_last(worker)
-                worker.wait_for_exitcode(_EXITCODE_S)
+                worker.collect_exitcode(_EXITCODE_S)
         finally:
             # The user's handler of a log record may raise anything.
             worker.close()
