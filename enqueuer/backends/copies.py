@@ -152,7 +152,7 @@ def _reached(source: Source | TaskSource) -> Iterator[Step]:
         if id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            # Of a class written in C it may be no text.
+            # Of a class of an extension module it may be no text.
             if not str(type(value).__module__).startswith(_UNSEEN):
                 left.extend((path + step, part) for step, part in parts_of(value))
 

@@ -16,7 +16,6 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
@@ -47,7 +46,7 @@ class TaskQueue:
         """Return the token of the first ticket that no worker has taken; None if there is none."""
         try:
             data = self._theirs.recv(HEAD.size, socket.MSG_PEEK)
-        except raised_here(BlockingIOError):
+        except BlockingIOError:
             return None
         token: int = HEAD.unpack_from(data)[0]
         return token
@@ -75,7 +74,7 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
         # Tensors must be checked.
         if by_name and b"_rebuild_" not in data:
             return data
-    except raised_here(Exception):
+    except Exception:
         pass
     # As in `item_codec`.
     from enqueuer.transport.culprit import find_culprit
@@ -83,7 +82,7 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
 
     try:
         return dumps(ticket, known=known or {}, by_name=known is None)
-    except raised_here(Exception) as error:
+    except Exception as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "

@@ -4,7 +4,7 @@
              --assign()-> the channel of one worker, for tasks of a dead one, or in turn
 
 Tokens only grow, so the first ticket that still lies in the socket shows which ones were taken. A
-worker that has taken one writes the token into its ring. What was taken and is claimed by no
+worker that has taken one writes the token on its page. What was taken and is claimed by no
 living worker was done, or was the dead one's.
 """
 
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
-from enqueuer.common.catching import raised_here
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
@@ -34,8 +32,6 @@ _MOST_TICKETS = 32
 _MOST_INDICES = 100
 # Nanoseconds that the tasks of a packet may take, as another worker cannot take some of them.
 _PACKET_NS = 1_000_000
-# Keeps nothing.
-_forget_all = deque[object](maxlen=0).extend
 
 
 class QueueDispatch(Dispatch[ProcessWorker]):
@@ -50,8 +46,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
     def __init__(
         self, workers: Sequence[ProcessWorker], known: Mapping[str, Any] | None, one_each: bool
     ) -> None:
-        # The task whose result was slept for last.
-        self._slept_for: int | None = None
         self._workers = workers
         self._known = known
         self._one_each = one_each
@@ -102,7 +96,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             try:
                 if not self._queue.send(token, numbers[0], _body(chosen)):
                     return
-            except raised_here(OSError):
+            except OSError:
                 # stop() has closed the sockets while the loop's thread read an iterable.
                 if self._is_closed:
                     return
@@ -111,7 +105,8 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             self._offered[token] = numbers
             if len(self._offered) > self._most_tokens:
                 self._forget_done()
-            _forget_all(itertools.starmap(unsent.popleft, itertools.repeat((), len(chosen))))
+            for _ in chosen:
+                unsent.popleft()
 
     def assign(self, worker: ProcessWorker, number: int, packed: Ticket | bytes) -> None:
         self._last_token += 1
@@ -121,21 +116,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             # It was done long ago.
             del assigned[next(iter(assigned))]
         worker.inbox.control.assign(self._last_token, number, _body([packed]))
-
-    def plan_sleep(self, deadline: float | None) -> tuple[float | None, int]:
-        """Return until when to sleep for the awaited result, and the word AWAITED of the rings.
-
-        To be woken for each quick task takes longer than the task. So the loop first sleeps until
-        the packet of the awaited one is done, or should be: one of its tasks may be a slow one.
-        """
-        # Any message makes room for what was not sent.
-        number = None if self._unsent else self.awaited
-        is_patient = number is not None and self.least > 1 and number != self._slept_for
-        self._slept_for = number
-        if is_patient:
-            until = time.monotonic() + _PACKET_NS / 1e9
-            deadline = until if deadline is None else min(until, deadline)
-        return deadline, 0 if number is None else 2 * number + 2 + is_patient
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
         assigned, numbers = self._assigned.get(worker, {}), list[int]()
