@@ -20,6 +20,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from enqueuer.backends.stall import warn
+from enqueuer.common.catching import suppressed
 from enqueuer.common.references import is_library, parts_of
 from enqueuer.common.text import an
 from enqueuer.errors import EnqueuerWarning
@@ -113,7 +114,7 @@ def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
     """Return digests of the plain values of a source that lie in memory of this process alone."""
     found: dict[str, Digest] = {}
     # An error of the user's `__len__` comes in its turn, when the elements are read.
-    with contextlib.suppress(Exception):
+    with suppressed(Exception):
         if isinstance(source, TaskSource) and source.is_finite:
             found["the length of the sequence"] = source.length, 0
     for path, value in islice(_reached(source), _MOST_WATCHED):

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
+from enqueuer.common.catching import suppressed
 from enqueuer.common.references import codes_in, parts_of
 from enqueuer.errors import StartError
 from enqueuer.workers.remote import after_import, on_import
@@ -245,7 +246,7 @@ def used_values(*parts: object) -> dict[Place, str]:
         if id(value) not in walk.seen:
             walk.seen[id(value)] = value
             # The user's objects may do anything when they are looked at.
-            with contextlib.suppress(Exception):
+            with suppressed(Exception):
                 walk.look_into(value)
     return {place: text for place, text in walk.found.items() if place not in walk.assigned}
 
