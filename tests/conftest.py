@@ -191,19 +191,28 @@ def _all_descendants():
     return children
 
 
+def _started_after(began):
+    """Return a function that tells whether a process started after a time of CLOCK_BOOTTIME."""
+
+    def has_started_after(pid):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False
+        return int(fields[19]) / os.sysconf("SC_CLK_TCK") > began - 0.02
+
+    return has_started_after
+
+
 def _descendants(pid):
     """Return the pids of all processes below one."""
     if not _HAS_CHILDREN:
         return {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    try:
-        tasks = os.listdir(f"/proc/{pid}/task")
-        children = {
-            int(child)
-            for task in tasks
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-        }
-    except FileNotFoundError:  # it has ended meanwhile
-        return set()
+    children = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # The thread may have ended meanwhile; its children belong to another one then.
+        with contextlib.suppress(OSError):
+            children.update(map(int, path.read_text().split()))
     return children.union(*map(_descendants, children))
 
 
@@ -233,9 +242,12 @@ def _target(fd):
     return None if target.startswith("/proc/") else target
 
 
-def left(before):
-    """Return what is there now and was not there before."""
+def left(before, began):
+    """Return what is there now and was not there before, at that time of CLOCK_BOOTTIME."""
     after = census()
+    # The list of children before may have lacked some.
+    if "children" in after:
+        after["children"] = set(filter(_started_after(began), after["children"]))
     new = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
     if "shm" in new and not (new["shm"] & _used_by_no_other_process()):
         del new["shm"]
@@ -258,13 +270,14 @@ def _used_by_no_other_process():
 @pytest.fixture(autouse=True)
 def nothing_left():
     """Fail a test that leaves a thread, a process, a descriptor or a file."""
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
     before = census()
     # What is alive now outlives the test; the next collections need not look at it. Modules that
     # earlier tests have imported made each of them five times as long.
     gc.freeze()
     yield
     end = time.monotonic() + LIMIT / 2  # what is dying may need a moment to be gone
-    while (remains := left(before)) and time.monotonic() < end:
+    while (remains := left(before, began)) and time.monotonic() < end:
         time.sleep(0.01)
     assert remains == {}
 

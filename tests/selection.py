@@ -1,6 +1,6 @@
 """Which tests run: the quick suite by default, all of it or the rest by `ENQUEUER_TESTS`.
 
-The quick suite holds every promise once on threads and on processes, and every promise about
+The quick suite holds every promise once on threads, processes and Ray, and every promise about
 starts and ends by each start method. It leaves out repetitions: further parameters of tests with
 processes, fork and spawn beyond starts and ends, the portable path beyond what the transport itself
 promises, and what is marked `thorough`.
@@ -74,7 +74,7 @@ def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
     if _CHOICE != "all":
         left_out = _further_parameters(items)
         items = [item for item in items if item not in left_out]
-    if _IS_RAY or _CHOICE == "all":
+    if _CHOICE == "all":
         return items
     quick = set(_quick(items))
     return [item for item in items if (item in quick) == (_CHOICE == "quick")]
@@ -147,7 +147,9 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _is_of_processes(item: pytest.Item) -> bool:
-    """Return whether the test is one of several start methods; threads run all parameters."""
+    """Return whether its workers are processes or actors; threads run all parameters."""
+    if _IS_RAY:
+        return item.path.parent.name == "contract"
     return any(name in _function_and_backend(item)[1] for name in ("fork", "forkserver", "spawn"))
 
 
