@@ -154,7 +154,7 @@ class Core:
     # --- life cycle ---
 
     def check_idle(self, call: str) -> None:
-        """Raise InvalidState unless there are no workers. State lock held.
+        """Raise InvalidState unless there are no workers. State lock held, or the other one.
 
         Args:
             call: Method that was called, for the message.
@@ -166,8 +166,22 @@ class Core:
                 f"{call} was called, but the enqueuer is running already; call stop() first"
             )
 
+    def check_outside(self, call: str) -> None:
+        """Raise InvalidState in code that runs while its thread waits for a batch.
+
+        To be called before the state lock is taken: a thread that changes the workers has it, and
+        waits until this one, which would wait for it, is outside.
+
+        Args:
+            call: Method that was called, for the message.
+        """
+        if self.locks.is_reading:
+            self.check_idle(call)
+            raise InvalidState(f"{call} was called by code that runs within a call of the enqueuer")
+
     def start(self, options: Options) -> None:
         """Start the workers, with these options from now on; see `BaseEnqueuer.start`."""
+        self.check_outside("start()")
         with interrupts.held(), interrupts.taken(self.locks.state_lock):
             self.check_idle("start()")
             self.workload.check_seed()
@@ -271,7 +285,7 @@ class Core:
                     # Only now, as the consumer may have begun the next epoch.
                     reader = self.reader
                     assert reader is not None, "a run goes on"
-                    self.saved = self.position(reader, reader.drop_ready())
+                    self.saved = reader.end(functools.partial(self.position, reader))
                 finally:
                     run.move(State.STOPPED)
 
@@ -328,9 +342,11 @@ class Core:
             is_any: Whether any epoch may be over. If not, an epoch that another thread has begun
                 after `seen` is returned also if it is over.
         """
-        with interrupts.held(), interrupts.taken(self.locks.state_lock):
-            if self.state is State.NEW:
-                self.start(self.options)
+        # Code that runs within a call cannot start it, and must not wait for the lock.
+        if not self.locks.is_reading:
+            with interrupts.held(), interrupts.taken(self.locks.state_lock):
+                if self.state is State.NEW:
+                    self.start(self.options)
         self.check_started("iterate over it")
         with self.locks.reading():
             reader = self.started_reader("iterate over it")

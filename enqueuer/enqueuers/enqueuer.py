@@ -315,6 +315,7 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
+        core.check_outside("load_state_dict()")
         with core.locks.state_lock, checks.reading():
             core.check_idle("load_state_dict()")
             workload = core.workload

@@ -20,11 +20,12 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, warn
+from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload
@@ -99,6 +100,8 @@ class EpochReader:
         # Held for the moment in which an item is taken, by any thread. It is reentrant, as a signal
         # handler may strike there and take one, too.
         self._ready_lock = threading.RLock()
+        # Where the run was ended; None before that.
+        self._end: Epoch | None = None
         self.failure: Failure | None = None
         # Whether the epoch has ended, and whether the loop that waited last reads all epochs.
         self.is_over = self._goes_on = False
@@ -202,12 +205,17 @@ class EpochReader:
         with self._ready_lock:
             return self.ready.popleft() if self.ready else None
 
-    def drop_ready(self) -> deque[ItemTuple]:
-        """Take all that is ready, and return it. No lock needed."""
+    def end(self, position: Callable[[deque[ItemTuple]], SavedPosition]) -> SavedPosition:
+        """Return the position of the end of the run, and give nothing behind it. No lock needed.
+
+        Args:
+            position: Function that returns the position before some items that are ready.
+        """
         with self._ready_lock:
-            dropped = self.ready.copy()
+            saved = position(self.ready.copy())
             self.ready.clear()
-        return dropped
+            self._end = saved.epoch
+        return saved
 
     def has_item(
         self,
@@ -377,12 +385,15 @@ class EpochReader:
         backend.schedule.pass_over(failure)
         return False
 
-    def _keep(self, backend: Backend, items: Iterable[ItemTuple]) -> bool:
-        """Take items from the backend; return whether it is time for what `note` says."""
-        run, ready = self.run, self.ready
+    def _keep(self, backend: Backend, items: Sequence[ItemTuple]) -> bool:
+        """Keep items of the backend; return whether it is time for what `note` says."""
+        # Another thread may take some as soon as they are ready.
+        run, count, order = self.run, len(items), self._order
         with self._ready_lock:
-            ready.extend(items)
-        count = len(ready)
+            # If stop() did not wait for this thread, most of them come again after its position.
+            if (end := self._end) is not None:
+                items = [one for one in items if order.is_before(one[0], one[1], end)]
+            self.ready.extend(items)
         # Of several items, those behind the first one still wait.
         if count == 1:
             backend.acknowledge()
@@ -390,11 +401,11 @@ class EpochReader:
         is_time = run.meter.count(count)
         if is_time:
             # The batch that is about to be given does not wait.
-            run.meter.sample(self.waiting() - 1)
+            run.meter.sample(max(0, self.waiting() - 1))
             run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:
-            for shard, _, value, _ in ready.copy():
+            for shard, _, value, _ in items:
                 if twins := first_items.saw(shard, value):
                     _warn_of_twins(*twins, first_items.takes_shard)
             if first_items.done:

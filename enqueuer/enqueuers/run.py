@@ -72,7 +72,8 @@ class OwnedBackends:
     @property
     def are_running(self) -> bool:
         """Whether there are any; not after the end of the interpreter has stopped them."""
-        return any(finalizer.alive for _, finalizer in self._backends)
+        # A copy, as another thread that removes one would hide the next one.
+        return any(finalizer.alive for _, finalizer in self._backends.copy())
 
     def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
         """Stop all backends but some. Idempotent."""
@@ -138,7 +139,8 @@ class Locks:
         # Threads that are in `reading`: the one that has the lock, and those that wait for a
         # change of workers and have released it.
         self._readers: set[int] = set()
-        self._stop: Callable[[], object] | None = None
+        # What threads have asked for that are still in `reading`; each takes its own.
+        self._stops: dict[int, Callable[[], object]] = {}
 
     @contextlib.contextmanager
     def reading(self, timeout: float = -1) -> Iterator[None]:
@@ -163,8 +165,7 @@ class Locks:
                     if not is_within:
                         self._readers.discard(thread)
         finally:
-            if not is_within and self._stop is not None:
-                stop, self._stop = self._stop, None
+            if not is_within and (stop := self._stops.pop(thread, None)) is not None:
                 stop()
 
     @property
@@ -176,7 +177,7 @@ class Locks:
         """Have the workers stopped once this thread has left `reading`; False if it is not in."""
         if not self.is_reading:
             return False
-        self._stop = stop
+        self._stops[threading.get_ident()] = stop
         return True
 
 

@@ -229,7 +229,8 @@ class BlockPool:
 
     def dropped(self) -> list[int]:
         """Return, once, the blocks given up since the last call, for the consumer to unmap."""
-        numbers, self._dropped = self._dropped, []
+        with self._lock:
+            numbers, self._dropped = self._dropped, []
         return numbers
 
     def close(self) -> None:

@@ -83,9 +83,9 @@ class ReceiverControl:
             data = dumps(epoch, known={})
         self.send(Kind.EPOCH, data, wait=True)
 
-    def assign(self, token: int, number: int, ticket: bytes) -> None:
-        """Send the worker a ticket, packed, that no other worker may take."""
-        self.send(Kind.TASK, ticket, task_queue.HEAD.pack(token, number), wait=True)
+    def assign(self, token: int, number: int, ticket: bytes) -> bool:
+        """Send the worker a packed ticket of its own; return False if there is no room for it."""
+        return self.send(Kind.TASK, ticket, task_queue.HEAD.pack(token, number))
 
     def ask_to_stop(self) -> None:
         """Order the worker to exit. Idempotent."""
@@ -304,6 +304,12 @@ class ItemReceiver:
         has_changed = self._by_bytes and account != [self._taken, self._wanted]
         if due >= self._batch or (wanted and due) or has_changed:
             self._tell()
+
+    def settle(self) -> bool:
+        """Send again what there was no room for; return whether there is none still."""
+        if self.is_owing:
+            self._tell()
+        return self.is_owing
 
     def _tell(self) -> None:
         """Send the worker its credit, and the blocks that were released."""

@@ -329,7 +329,8 @@ class ItemSender:
         check: Raises Closed if the consumer left.
         send_record: Sends a log record without ever waiting; called by any thread.
         blocks: The large parts of items, and the blocks of the worker.
-        new_claim: Function that returns one that writes the claim of a ticket.
+        claim: Function that writes the claim of the ticket that was taken last.
+        new_claim: Function that returns another such function.
     """
 
     def __init__(
@@ -352,7 +353,7 @@ class ItemSender:
         self.blocks = BlockWriter(self.control.emit, encoder.arrays, keep=credit.items + 4)
         self.control.reclaim = self.blocks.pool.reclaim
         self.new_claim = status.claims.new
-        self._claim = self.new_claim()
+        self.claim = self.new_claim()
         # Further tickets of the packet that was taken last.
         self._tickets: deque[Ticket] = deque()
         # Number of items that were sent before the epoch that it runs, and its number.
@@ -435,7 +436,7 @@ class ItemSender:
                 control.sleep(also=task_socket.fileno())
                 continue
             token, number = task_queue.HEAD.unpack_from(found[0])
-            self._claim(token + 1)
+            self.claim(token + 1)
             try:
                 self._tickets.extend(task_queue.unpack(*found))
             except Exception as error:

@@ -45,7 +45,7 @@ class SharedSender:
         self._new_claim = sender.new_claim
         # Functions that write claims, by the number of the task.
         self._claims: dict[int, Callable[[int], None]] = {}
-        self._free: list[Callable[[int], None]] = []
+        self._free: list[Callable[[int], None]] = [sender.claim]
         self._lock = threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False

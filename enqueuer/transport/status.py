@@ -44,7 +44,7 @@ class Records:
     """
 
     def __init__(self, memory: memoryview, fields: int) -> None:
-        self._memory = memory
+        self._memory, self._fields = memory, fields
         self._numbers = struct.Struct(f"={fields}q")
         self._size = self._numbers.size + _CHECK.size
         self._nothing = bytes(self._size)
@@ -60,20 +60,25 @@ class Records:
         return count * (8 * fields + _CHECK.size)
 
     def new(self) -> Callable[..., None]:
-        """Return a function that writes a record of its own. Called by the worker."""
-        with self._lock:
-            begin = self._used * self._size
-            self._used += 1
-        memory, pack, end = self._memory, self._numbers.pack, begin + self._size
+        """Return a function that writes a record of its own. Called by the worker, in any thread.
+
+        The record is one of zeros until then: the consumer reads up to the first unused place.
+        """
+        memory, pack, fields = self._memory, self._numbers.pack, self._fields
 
         def write(*values: int) -> None:
             data = pack(*values)
             memory[begin:end] = data + _CHECK.pack(zlib.crc32(data))
 
+        with self._lock:
+            begin = self._used * self._size
+            end = begin + self._size
+            write(*[0] * fields)
+            self._used += 1
         return write
 
     def read(self) -> list[tuple[int, ...]]:
-        """Return all records that were written. Called by the consumer, in any thread."""
+        """Return all records that are in use. Called by the consumer, in any thread."""
         found = []
         for begin in range(0, len(self._memory) - self._size + 1, self._size):
             record = self._read(begin)

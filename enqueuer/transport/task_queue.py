@@ -28,11 +28,20 @@ HEAD = struct.Struct("=QQ")
 
 
 class TaskQueue:
-    """The consumer's side of the task queue."""
+    """The consumer's side of the task queue.
+
+    Attributes:
+        shows_room: Whether a poll for writing ends when there is room. Elsewhere than on Linux, a
+            socket for datagrams can always be written to, it says.
+    """
 
     def __init__(self) -> None:
         ours, self._theirs = own_sockets(pair(otherwise=socket.SOCK_DGRAM))
+        self.shows_room = ours.type != socket.SOCK_DGRAM
         self._packets = Packets(ours)
+
+    def fileno(self) -> int:
+        return self._packets.fileno()
 
     def worker_socket(self) -> socket.socket:
         """Return a copy of the end from which a worker takes tickets; the caller closes it."""

@@ -2,11 +2,13 @@
 
 import sys
 import threading
+from collections import deque
 
 import pytest
 from helpers import LIMIT
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
+from enqueuer.enqueuers.enqueuer import core_of
 
 COUNT = 3000
 
@@ -53,3 +55,25 @@ def test_each_result_comes_once_to_one_of_several_readers(size):
 def test_each_item_comes_once_to_one_of_several_readers(size, ordered):
     with GeneratorEnqueuer(numbers, workers=3, max_queue_size=size, ordered=ordered) as enqueuer:
         assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
+
+
+class Greedy(deque):
+    """What is ready, of which another thread takes all at once."""
+
+    def __init__(self, items=()):
+        super().__init__(items)
+        self.taken = []
+
+    def extend(self, items):
+        self.taken += items
+
+
+def test_what_another_thread_takes_at_once_is_counted():
+    with GeneratorEnqueuer(numbers, shards=1) as enqueuer:
+        reader = core_of(enqueuer).reader
+        reader.ready = ready = Greedy()
+        assert list(enqueuer) == []
+        stats = enqueuer.stats()
+    assert [item[2] for item in ready.taken] == list(range(COUNT))
+    assert (stats.items, stats.total_items) == (COUNT, COUNT)
+    assert all(waiting >= 0 for _, waiting in stats.queue_depth)

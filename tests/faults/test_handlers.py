@@ -340,7 +340,7 @@ def test_an_exception_of_a_handler_while_elements_are_read_is_no_error_of_theirs
 
 
 @pytest.mark.local
-@pytest.mark.parametrize("name", ["reconfigure", "stop"])
+@pytest.mark.parametrize("name", ["reconfigure", "stop", "start", "load_state_dict", "iter"])
 @pytest.mark.parametrize("backend", [BACKENDS["thread"], BACKENDS["fork"]], ids=["thread", "fork"])
 def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, name):
     """Another thread changes the workers, and the handler comes while the loop still waits."""
@@ -348,7 +348,16 @@ def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, n
 
     def change(*_):
         is_called.set()
-        enqueuer.stop() if name == "stop" else reconfigure(enqueuer, 1)
+        match name:
+            case "stop":
+                enqueuer.stop()
+            case "reconfigure":
+                reconfigure(enqueuer, 1)
+            case "iter":
+                iter(enqueuer)
+            case _:
+                with pytest.raises(InvalidState, match="is running already"):
+                    enqueuer.start() if name == "start" else enqueuer.load_state_dict(state)
 
     def change_in_thread():
         old = core_of(enqueuer).run.backend
@@ -368,7 +377,7 @@ def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, n
     try:
         with limited(), GeneratorEnqueuer(gated, shards=2, workers=2, **backend) as enqueuer:
             batches = iter(enqueuer)
-            seen = [next(batches), next(batches)]
+            seen, state = [next(batches), next(batches)], enqueuer.state_dict()
             thread = threading.Thread(target=change_in_thread)
             thread.start()
             seen += batches

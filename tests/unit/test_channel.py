@@ -470,6 +470,19 @@ def test_credit_that_finds_the_socket_full_is_owed(open_channel):
     assert channel.take() == Item(0, 1, "b")
 
 
+def test_what_is_owed_is_sent_once_it_can_be(open_channel):
+    channel = open_channel(items=1)
+    channel.worker.send_item(0, 0, "a")
+    channel.consumer.control.packets.send = lambda *args, **options: False
+    assert channel.take() == Item(0, 0, "a")
+    channel.consumer.grant(room=1)
+    assert channel.consumer.settle()
+    del channel.consumer.control.packets.send
+    assert not channel.consumer.settle()
+    channel.worker.send_item(0, 1, "b")
+    assert channel.take() == Item(0, 1, "b")
+
+
 def test_an_interrupted_item_is_whole_at_the_next_try_and_its_block_is_released_once(
     open_channel, monkeypatch
 ):

@@ -57,6 +57,8 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._offered: dict[int, Sequence[int]] = {}
         self._sizes = PacketSizes()
         self._assigned: dict[ProcessWorker, dict[int, int]] = {}
+        # Tokens, numbers and tickets for which there was no room in the channel of one worker.
+        self._owed: dict[ProcessWorker, deque[tuple[int, int, bytes]]] = {}
         self._most_tokens = _MOST_TOKENS
 
     def open(self) -> TaskQueue:
@@ -83,7 +85,19 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._unsent.extend(zip(numbers, packed, strict=True))
         self.feed()
 
+    @property
+    def full_queue(self) -> int | None:
+        """Descriptor of the queue, if tickets wait for room that a poll shows; else None."""
+        waits = self._unsent and self._queue.shows_room and not self._is_closed
+        return self._queue.fileno() if waits else None
+
+    def owes(self, worker: ProcessWorker) -> bool:
+        """Return whether tickets of one worker alone wait for room in its channel."""
+        return worker in self._owed
+
     def feed(self) -> None:
+        for worker in list(self._owed):
+            self._send_owed(worker)
         unsent = self._unsent
         while unsent:
             most, (_, first) = 1, unsent[0]
@@ -115,7 +129,17 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         if len(assigned) > _MOST_ASSIGNED:
             # It was done long ago.
             del assigned[next(iter(assigned))]
-        worker.inbox.control.assign(self._last_token, number, _body([packed]))
+        owed = self._owed.setdefault(worker, deque())
+        owed.append((self._last_token, number, _body([packed])))
+        self._send_owed(worker)
+
+    def _send_owed(self, worker: ProcessWorker) -> None:
+        """Send a worker its own tickets, as many as there is room for."""
+        owed, send = self._owed[worker], worker.inbox.control.assign
+        while owed and send(*owed[0]):
+            owed.popleft()
+        if not owed:
+            del self._owed[worker]
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
         assigned, numbers = self._assigned.get(worker, {}), list[int]()
@@ -137,6 +161,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
 
     def forget(self, worker: ProcessWorker) -> None:
         self._assigned.pop(worker, None)
+        self._owed.pop(worker, None)
 
     def _forget_done(self) -> None:
         """Forget the tokens that were taken and that no worker claims."""

@@ -44,8 +44,6 @@ START_TIMEOUT_S = 60.0
 
 # A part of `element_timeout`, after which elements that began soon after a late one are late, too.
 _GRACE = 16
-# Seconds until credit is sent again to a worker that has not read many packets.
-_FULL_S = 0.01
 # Seconds between the end of a process and its exit code.
 _EXITCODE_S = 1.0
 
@@ -121,10 +119,36 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         # Code that a signal handler ran may have read the packets.
         if any(worker.inbox.has_message for worker in watched):
             return
-        if any(worker.inbox.is_owing for worker in watched):
-            until = time.monotonic() + _FULL_S
-            deadline = until if deadline is None else min(deadline, until)
-        self._poll(deadline)
+        full = [worker for worker in watched if self._is_full(worker)]
+        queue = self.dispatch.full_queue if self._does_tasks else None
+        if full or queue is not None:
+            self._poll_for_room(full, queue, deadline)
+        else:
+            self._poll(deadline)
+
+    def _is_full(self, worker: ProcessWorker) -> bool:
+        """Return whether something waits for room in the channel of a worker."""
+        return worker.inbox.settle() or self.dispatch.owes(worker)
+
+    def _poll_for_room(
+        self, full: Sequence[ProcessWorker], queue: int | None, deadline: float | None
+    ) -> None:
+        """Sleep as `_poll`, and end when there is room in a full channel, or in the queue."""
+        channels = [worker.inbox.control.packets.fileno() for worker in full]
+        for fd in channels:
+            if fd in self._by_fd:
+                self._poller.modify(fd, select.POLLIN | select.POLLOUT)
+        if queue is not None:
+            self._poller.register(queue, select.POLLOUT)
+        try:
+            self._poll(deadline)
+        finally:
+            # A worker that has ended is not polled any more.
+            for fd in channels:
+                if fd in self._by_fd:
+                    self._poller.modify(fd, select.POLLIN)
+            if queue is not None:
+                self._poller.unregister(queue)
 
     def poll(self) -> None:
         self._poll(time.monotonic())
