@@ -573,7 +573,7 @@ class Program:
         assert line, self.process.communicate()[1]
         return line.strip()
 
-    def wait(self, limit=60.0):
+    def wait(self, limit=100.0):
         """Return its exit code and the rest of what it wrote to stdout and stderr."""
         out, err = self.process.communicate(timeout=limit)
         return self.process.returncode, out, err

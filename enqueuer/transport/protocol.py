@@ -1,7 +1,7 @@
 """The protocol of a channel, between one worker process and the consumer: packets on a socket.
 
     worker (ItemSender)                                           consumer (ItemReceiver)
-      ITEM STATED ARRAYS MESSAGE  ---------------------------->  head(), items()
+      ITEM STATED MESSAGE  ----------------------------------->  head(), items()
       READY BLOCK DROP RECORD ASK  --------------------------->  blocks, records
       orders, credit           <----------- EPOCH TASK STOP CREDIT
 
@@ -27,10 +27,8 @@ class Kind(enum.IntEnum):
     ITEM = 1
     # An item, in a pair with the state of its iterator after it.
     STATED = 2
-    # An item of small arrays, behind their layout; see `small_arrays.py`.
-    ARRAYS = 3
     # What is no item: an end, a failure, or a task without a result.
-    MESSAGE = 4
+    MESSAGE = 3
 
     READY = 10
     BLOCK = 11

@@ -19,7 +19,7 @@ from typing import Any
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
-from enqueuer.transport import item_codec, small_arrays, task_queue
+from enqueuer.transport import item_codec, task_queue
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.errors import with_decoded_error
 from enqueuer.transport.memory import read_whole
@@ -163,7 +163,7 @@ class ReceiverControl:
             return logging.LogRecord("enqueuer", logging.WARNING, __file__, 0, text, None, None)
 
 
-_STATED, _ARRAYS, _MESSAGE = int(Kind.STATED), int(Kind.ARRAYS), int(Kind.MESSAGE)
+_STATED, _MESSAGE = int(Kind.STATED), int(Kind.MESSAGE)
 # Blocks that are released by one packet.
 _MOST_RELEASED = 1000
 # What the page says before the worker has written anything.
@@ -351,7 +351,7 @@ class ItemReceiver:
         while frames and len(items) < most and frames[0][0] != _MESSAGE:
             kind, table, shard, number, body = frames[0]
             try:
-                value = self._load(kind, body, table)
+                value = self._load(body, table)
             except BlockMemoryError as error:
                 self._trouble = error
                 break
@@ -370,14 +370,12 @@ class ItemReceiver:
 
     # --- frames ---
 
-    def _load(self, kind: int, body: memoryview, table: int) -> Any:
+    def _load(self, body: memoryview, table: int) -> Any:
         """Return the value in the body of a frame, which begins with a table of that size.
 
         Raises:
             BlockMemoryError: A block could not be mapped.
         """
-        if kind == _ARRAYS:
-            return small_arrays.decode(bytes(body[:table]), body[table:])
         return item_codec.decode(*self._open(body, table)) if table else pickle.loads(body)
 
     def _message(

@@ -42,7 +42,6 @@ from enqueuer.transport.protocol import (
     Credit,
     Kind,
 )
-from enqueuer.transport.small_arrays import Layouts
 from enqueuer.transport.status import Status
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 
@@ -310,9 +309,6 @@ class Account:
         self._control.closed = True
 
 
-_ITEM, _STATED, _ARRAYS = int(Kind.ITEM), int(Kind.STATED), int(Kind.ARRAYS)
-
-
 class ItemSender:
     """The Channel of a process worker. `send_record` may be called by any thread.
 
@@ -348,13 +344,11 @@ class ItemSender:
         self.check, self.send_record = self.control.check, self.control.send_record
         self._account = Account(credit, self.control)
         encoder = Encoder()
-        self._encode, self._pack = encoder.encode, Layouts().encode
+        self._encode = encoder.encode
         self.blocks = BlockWriter(self.control.emit, encoder.arrays, keep=credit.items + 4)
         self.control.reclaim = self.blocks.pool.reclaim
         self.new_claim = status.claims.new
         self._claim = self.new_claim()
-        # Further tickets of the packet that was taken last.
-        self._tickets: deque[Ticket] = deque()
         # Number of items that were sent before the epoch that it runs, and its number.
         self._epoch = 0, -1
         # When the record of the meter was written.
@@ -374,21 +368,15 @@ class ItemSender:
         words, began = self.meter.words, clock()
         waited = words[WAITING]
         self.control.check()
-        kind, table = _ITEM, b""
-        segments: Sequence[Segment] = ()
-        if state is None and (packed := self._pack(value)) is not None:
-            kind, (table, data) = _ARRAYS, packed
-            size = len(data)
-        else:
-            if state is not None:
-                kind, value = _STATED, (value, state)
-            pickled, buffers = self._encode(value)
-            size = len(pickled) + sum(buffer.nbytes for buffer in buffers)
-            data, segments = self._lay_out(pickled, buffers)
+        kind = Kind.ITEM
+        if state is not None:
+            kind, value = Kind.STATED, (value, state)
+        pickled, buffers = self._encode(value)
+        size = len(pickled) + sum(buffer.nbytes for buffer in buffers)
+        data, segments = self._lay_out(pickled, buffers)
         words[BYTES] += size
         self._account.wait(size)
-        if segments:
-            table = self.blocks.announce(segments)
+        table = self.blocks.announce(segments) if segments else b""
         self._account.sent += 1
         self._put(kind, shard, number, table, data)
         now = clock()
@@ -427,8 +415,6 @@ class ItemSender:
             control.look()
             if control.closed:
                 return None
-            if self._tickets:
-                return self._tickets.popleft()
             control.read_orders()
             found = control.tasks.popleft() if control.tasks else take(task_socket)
             if found is None:
@@ -437,7 +423,7 @@ class ItemSender:
             token, number = task_queue.HEAD.unpack_from(found[0])
             self._claim(token + 1)
             try:
-                self._tickets.extend(task_queue.unpack(*found))
+                return task_queue.unpack(*found)
             except Exception as error:
                 # The user's class cannot be loaded here.
                 self.send(Failure(0, number, error))

@@ -11,6 +11,7 @@ RESTARTS is the `max_restarts` of each DataLoader of enqueuer.
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -188,7 +189,9 @@ if __name__ == "__main__":
     watch(meter)
     begin(program, arguments)
     if int(restarts):
-        DataLoader.__init__.__kwdefaults__["max_restarts"] = int(restarts)
+        # It is wrapped, to check its arguments.
+        defaults = inspect.unwrap(DataLoader.__init__).__kwdefaults__
+        defaults["max_restarts"] = int(restarts)
     if version == "after":
         change(name)
     if name in GENERATORS:

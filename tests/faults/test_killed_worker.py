@@ -245,6 +245,22 @@ def test_a_worker_that_closes_all_its_descriptors_is_dead(process):
         helpers.check_prompt(expect_death(batches, "worker 0"), 2)
 
 
+def stays_behind_its_channel(shard):
+    try:
+        while True:
+            yield os.getpid()
+    finally:
+        os.closerange(3, 1000)
+        time.sleep(1000)
+
+
+def test_stop_ends_a_worker_that_stays_behind_its_channel(process):
+    """The end of the channel is not that of the process, which the fixture would find."""
+    with GeneratorEnqueuer(stays_behind_its_channel, **process) as enqueuer:
+        pid = next(iter(enqueuer))
+    assert not helpers.alive(pid)
+
+
 def dies_before_its_memory_is_nameless(shard):
     yield tempfile.gettempdir()  # looking for it unlinks a file, too
     os.unlink = lambda path: helpers.kill_self()

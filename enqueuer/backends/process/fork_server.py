@@ -76,7 +76,8 @@ def _watch_forks() -> None:
                 signal.signal(number, signal.SIG_DFL)
         restore()
 
-    os.register_at_fork(before=block, after_in_parent=restore, after_in_child=reset)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=block, after_in_parent=restore, after_in_child=reset)
 
 
 def serve_forks(fd: int) -> tuple[int, int] | None:
