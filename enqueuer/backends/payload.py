@@ -30,7 +30,6 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.common.references import codes_in
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
@@ -76,14 +75,14 @@ def pickled_source(
     try:
         try:
             pickled, pickler = _dump(what, shared, held)
-        except raised_here(Exception):
+        except Exception:
             if shared is not None and shared.error is not None:
                 raise
             pickled, pickler = _dump(what, shared, held := held_by_modules())
         program = program_of(pickler)
         known.update(pickler.sent)
         return Payload(pickle.dumps(program, protocol=5), pickled)
-    except raised_here(Exception) as error:
+    except Exception as error:
         if shared is not None and shared.error is not None:
             raise shared.error from None
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
@@ -129,7 +128,7 @@ def _can_send(shared: Handover | None, held: Mapping[int, tuple[str, str]], valu
     """Return whether a part of a source can be sent, by trying."""
     try:
         _dump(value, None if shared is None else Handover(is_trial=True), held)
-    except raised_here(Exception):
+    except Exception:
         return False
     return True
 
@@ -366,7 +365,7 @@ class Handover:
             is_nested = type(value) is torch.Tensor and value.is_nested
             if is_nested or _is_shared_tensor(value, torch):
                 return reduce(value)
-        except raised_here(Exception):
+        except Exception:
             if self.error is not None:
                 raise
         return NotImplemented

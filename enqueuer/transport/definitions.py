@@ -44,7 +44,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.references import parts_of
 from enqueuer.common.sizes import check_graph
 from enqueuer.workers.remote import is_fork_of_program
@@ -164,7 +163,7 @@ def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]
     own = Pickler(file, known=pickler.sent, is_rest=True)
     try:
         own.dump(dict(definitions))
-    except raised_here(Exception):
+    except Exception:
         is_sent = False
     else:
         is_sent = file.tell() <= _MOST_REST_BYTES
@@ -515,7 +514,7 @@ def is_picklable(value: object) -> bool:
     """Return whether a value can be pickled, by trying."""
     try:
         dumps(value, buffer_callback=lambda _: False)
-    except raised_here(Exception):
+    except Exception:
         return False
     return True
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
-from enqueuer.common.catching import suppressed
 from enqueuer.common.references import codes_in, parts_of
 from enqueuer.errors import StartError
 from enqueuer.workers.remote import after_import, on_import
@@ -246,7 +245,7 @@ def used_values(*parts: object) -> dict[Place, str]:
         if id(value) not in walk.seen:
             walk.seen[id(value)] = value
             # The user's objects may do anything when they are looked at.
-            with suppressed(Exception):
+            with contextlib.suppress(Exception):
                 walk.look_into(value)
     return {place: text for place, text in walk.found.items() if place not in walk.assigned}
 

@@ -416,3 +416,51 @@ def test_an_item_of_a_shard_is_noted_once():
         strike(order.note)
         assert (order.given(0), order.turn()) == ("C", None), strike.where
     assert strike.places >= 3
+
+
+class Alarmed:
+    """A sequence of numbers in whose `len()` a signal comes.
+
+    Attributes:
+        calls: Number of calls until then; None: no signal comes.
+    """
+
+    calls = None
+
+    def __len__(self):
+        if self.calls is not None:
+            self.calls -= 1
+            if self.calls < 0:
+                self.calls = None
+                signal.raise_signal(signal.SIGUSR1)
+        return 12
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "spawn"])
+def test_the_error_of_a_handler_comes_out_of_a_length_that_the_loop_asks_for(backend):
+    """A worker's copy is compared with the program's own; errors of that do not matter there."""
+
+    def handle(number, frame):
+        raise TimeoutError("of an alarm")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        for calls in itertools.count():
+            elements = Alarmed()
+            with OrderedEnqueuer(elements, **BACKENDS[backend]) as enqueuer:
+                assert list(enqueuer) == list(range(12))
+                elements.calls = calls
+                try:
+                    list(enqueuer)
+                except TimeoutError:
+                    continue
+                is_reached, elements.calls = elements.calls is None, None
+            assert not is_reached, f"the exception was swallowed at call {calls}"
+            break
+        assert calls > 0
+    finally:
+        signal.signal(signal.SIGUSR1, before)

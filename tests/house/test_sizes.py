@@ -14,7 +14,7 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 23368
+MOST_CODE_LINES = 23365
 MOST_FILES = 139
 MOST_FORWARDING_METHODS = 30
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
