@@ -191,19 +191,6 @@ def _all_descendants():
     return children
 
 
-def _started_after(began):
-    """Return a function that tells whether a process started after a time of CLOCK_BOOTTIME."""
-
-    def has_started_after(pid):
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return False
-        return int(fields[19]) / os.sysconf("SC_CLK_TCK") > began - 0.02
-
-    return has_started_after
-
-
 def _descendants(pid):
     """Return the pids of all processes below one."""
     if not _HAS_CHILDREN:
@@ -214,6 +201,15 @@ def _descendants(pid):
         with contextlib.suppress(OSError):
             children.update(map(int, path.read_text().split()))
     return children.union(*map(_descendants, children))
+
+
+def _started_after(began, pid):
+    """Return whether a process started after a time of CLOCK_BOOTTIME, which the kernel notes."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return False
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK") > began - 0.02
 
 
 def _threads():
@@ -247,7 +243,7 @@ def left(before, began):
     after = census()
     # The list of children before may have lacked some.
     if "children" in after:
-        after["children"] = set(filter(_started_after(began), after["children"]))
+        after["children"] = {pid for pid in after["children"] if _started_after(began, pid)}
     new = {kind: after[kind] - before[kind] for kind in before if after[kind] - before[kind]}
     if "shm" in new and not (new["shm"] & _used_by_no_other_process()):
         del new["shm"]

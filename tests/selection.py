@@ -96,27 +96,17 @@ def _is_never_run(item: pytest.Item) -> bool:
 
 
 def _further_parameters(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return what of a test is left out by spawn and on Ray, where its start is not the point.
+    """Return what of a test is left out by spawn, where its start is not the point.
 
-    By spawn that is all but the first parameters: the fork server runs them all, and it pickles and
-    imports the same. Ray has its own ways, so there the numbers between the first and the last are
-    left out.
+    That is all but the first parameters: the fork server runs them all, and it pickles and imports
+    the same.
     """
-    alike: dict[tuple[str, ...], list[pytest.Item]] = {}
+    alike: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         is_there = item.path.parent.name in ("contract", "datasets")
-        if is_there and item.path.name not in _ABOUT_STARTS:
-            if _is_spawn(item):
-                alike.setdefault(_function_and_backend(item), []).append(item)
-            elif _IS_RAY and hasattr(item, "callspec"):
-                others = {k: v for k, v in item.callspec.params.items() if not _is_number(v)}
-                key = *_function_and_backend(item), repr(others)
-                alike.setdefault(key, []).append(item)
-    return {item for same in alike.values() for item in (same[1:-1] if _IS_RAY else same[1:])}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_there and item.path.name not in _ABOUT_STARTS and _is_spawn(item):
+            alike.setdefault(_function_and_backend(item), []).append(item)
+    return {item for same in alike.values() for item in same[1:]}
 
 
 def _is_about_ray(item: pytest.Item) -> bool:
