@@ -10,7 +10,7 @@ Rows are images, 64 x 64 x 3 `uint8`, that compress to about half, and a label. 
 - an epoch of batches of 64, plain and with gzip, in this process without any workers:
   `chunks` is HDF5Source(shuffle=True), `rows` reads each row of a batch by itself, `sorted`
   gives h5py the sorted numbers of a batch at once; `parts` is a file that was not merged;
-- the same of loose .npy files, one for each row, by FileBatches;
+- the same of loose .npy files, one for each row, by OrderedEnqueuer;
 - `chunks` and the loose files again, in one and two worker processes.
 
 `--cold` has the system forget the files before each epoch, as far as it does that.
@@ -32,8 +32,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from enqueuer import GeneratorEnqueuer, Shard
-from enqueuer.datasets.files import FileBatches, find_files, load_array
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Shard
+from enqueuer.datasets.files import find_files, load_array
 from enqueuer.datasets.hdf5 import HDF5Source, pack
 
 BATCH = 64
@@ -87,10 +87,15 @@ def sorted_rows(path: Path) -> Iterator[Any]:
             yield image[at], label[at]
 
 
-def loose_files(folder: Path) -> Any:
+def loose_files(folder: Path, workers: int) -> Iterator[Any]:
     """Read a file for each image."""
-    files = [(path, int(Path(path).stem)) for path in find_files("*.npy", root=folder)]
-    return FileBatches(files, load_array, BATCH, with_labels=True)
+    paths = find_files("*.npy", root=folder)
+    options: Any = dict(shuffle=True, batch_size=BATCH, workers=workers, backend="process")
+    return iter(OrderedEnqueuer(paths, _loaded, **options))
+
+
+def _loaded(path: str) -> tuple[Any, int]:
+    return load_array(path), int(Path(path).stem)
 
 
 def _random(rows: int) -> list[np.ndarray]:
@@ -184,17 +189,17 @@ def run(folder: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     for name in ("plain", "gzip"):
         cases[f"{name}, sorted"] = lambda path=paths[name]: sorted_rows(path)
         cases[f"{name}, rows"] = lambda path=paths[name]: single_rows(path)
-    for name in (*paths, "npy files"):
-        title = f"{name}, FileBatches" if name == "npy files" else f"{name}, chunks"
-
-        def make(name: str = name) -> Any:
-            return loose_files(loose) if name == "npy files" else chunks(paths[name])
-
-        cases[title] = lambda make=make: here(make())
-        for workers in (1, 2):
-            cases[f"{title}, {workers} process(es)"] = lambda make=make, workers=workers: (
-                in_workers(make(), workers)
+    for name, path in paths.items():
+        cases[f"{name}, chunks"] = lambda path=path: here(chunks(path))
+    cases["npy files"] = lambda: loose_files(loose, 0)
+    for workers in (1, 2):
+        for name, path in paths.items():
+            cases[f"{name}, chunks, {workers} process(es)"] = lambda path=path, workers=workers: (
+                in_workers(chunks(path), workers)
             )
+        cases[f"npy files, {workers} process(es)"] = lambda workers=workers: loose_files(
+            loose, workers
+        )
     for _ in range(options.repeats):
         for title, read in cases.items():
             if options.cold:

@@ -237,12 +237,10 @@ def _batches_of_files(
 ) -> Iterator[tuple[Iterator[Any], Callable[[], Any]]]:
     """Open shuffled batches of the names of files at a state, and give a function that saves it."""
     if contestant.needs == "enqueuer":
-        from enqueuer import GeneratorEnqueuer
-        from enqueuer.datasets.files import FileBatches
+        from enqueuer import OrderedEnqueuer
 
-        files = FileBatches(paths, sources.name, FILES_OF_BATCH)
-        own: Any = dict(shards=WORKERS, workers=WORKERS, backend=contestant.kind, random_seed=7)
-        enqueuer = GeneratorEnqueuer(files, **own)
+        own: Any = dict(shuffle=True, workers=WORKERS, backend=contestant.kind, random_seed=7)
+        enqueuer = OrderedEnqueuer(paths, sources.name, batch_size=FILES_OF_BATCH, **own)
         if state is not None:
             enqueuer.load_state_dict(state)
         with enqueuer:

@@ -224,7 +224,7 @@ def parts_of_the_engine() -> Drawing:
         "A pool of threads, processes or Ray actors",
         "The handle and the inbox of each worker",
     )
-    drawing.across(enqueuers, engine, "more(), wait()")
+    drawing.across(enqueuers, engine, "wait()")
     drawing.across(engine, schedule, "next_step()")
     drawing.down(engine, pool, "start_worker(), sleep(), stop()")
     drawing.down(schedule, pool, "head()")
@@ -290,7 +290,6 @@ CLASSES = (
     (("An iterator,", "or another loader"), ("prefetch", "one line")),
     (("A generator function", "that yields batches"), ("GeneratorEnqueuer", "many workers")),
     (("A list, and a function", "of its elements"), ("OrderedEnqueuer", "batches, shuffles")),
-    (("A list of files,", "with labels or names"), ("FileBatches", "in GeneratorEnqueuer")),
     (("A torch Dataset,", "code with DataLoader"), ("DataLoader", "one changed import")),
     (("An enqueuer,", "a loop in PyTorch"), ("TorchLoader", "makes tensors")),
 )

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.ordered import OrderedEnqueuer, imap
     from enqueuer.enqueuers.position import merge_states
     from enqueuer.generators.mixing import mix
-    from enqueuer.monitoring.headroom import Headroom, headroom
     from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
 
@@ -64,7 +63,6 @@ __all__ = [
     "EnqueuerWarning",
     "FrameworkUnavailable",
     "GeneratorEnqueuer",
-    "Headroom",
     "InvalidState",
     "ItemNotLoadable",
     "ItemNotPicklable",
@@ -86,7 +84,6 @@ __all__ = [
     "WorkerStats",
     "empty",
     "empty_like",
-    "headroom",
     "imap",
     "merge_states",
     "mix",
@@ -101,13 +98,11 @@ _MODULES = {
     "Bottleneck": "monitoring.stats",
     "Buffer": "backends.thread.buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
-    "Headroom": "monitoring.headroom",
     "OrderedEnqueuer": "enqueuers.ordered",
     "Processes": "enqueuers.options",
     "Ray": "enqueuers.options",
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.meters",
-    "headroom": "monitoring.headroom",
     "imap": "enqueuers.ordered",
     "merge_states": "enqueuers.position",
     "mix": "generators.mixing",

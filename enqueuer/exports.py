@@ -86,7 +86,7 @@ def write_prometheus(
 ) -> None:
     """Write the text of `prometheus()` to a file, for the text-file collector of a node exporter.
 
-    The text is written to a draft in the same folder, which then replaces the file in one step. So
+    The text is written to a draft in the same folder, which then replaces the file. So
     a reader gets all of the old text or all of the new one. If an error is raised, the file is
     left as it was, and no draft is left.
 

@@ -17,8 +17,8 @@ except ImportError as error:
     print(f"{error}. This needs Pillow: pip install Pillow", file=sys.stderr)
     sys.exit(2)
 
-from enqueuer import GeneratorEnqueuer
-from enqueuer.datasets.files import FileBatches, find_files, load_image
+from enqueuer import OrderedEnqueuer
+from enqueuer.datasets.files import find_files, load_image
 
 # Otherwise the broken file is logged.
 logging.getLogger("enqueuer").setLevel(logging.CRITICAL)
@@ -40,23 +40,21 @@ def write_images(folder):
 
 
 def load(path, task):
+    label = CLASSES.index(Path(path).parent.name)
     pixels = load_image(path, size=(8, 8)).astype(np.float32) / 255 - 0.5
     # The generator belongs to this file and this epoch. Upside down, the class is the same.
     if task.rng.random() < 0.5:
         pixels = pixels[::-1]
-    return pixels
+    return pixels, label, path
 
 
 def main(folder):
     write_images(folder)
     paths = find_files("**/*.png", root=folder)
-    files = [(path, CLASSES.index(Path(path).parent.name)) for path in paths]
-    batches = FileBatches(
-        files, load, batch_size=8, with_labels=True, with_names=True, on_error="skip"
-    )
     weights, losses, seen = np.zeros(8 * 8 * 3), [], []
-    with GeneratorEnqueuer(
-        batches, workers=2, backend="process", random_seed=7, max_errors=100
+    options = {"workers": 2, "backend": "process", "random_seed": 7}
+    with OrderedEnqueuer(
+        paths, load, shuffle=True, batch_size=8, on_error="skip", max_errors=100, **options
     ) as enqueuer:
         for _ in range(EPOCHS):
             for images, labels, names in enqueuer:

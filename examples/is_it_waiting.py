@@ -46,7 +46,7 @@ def main(folder, counts=(1, 4)):
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and not sys.argv[1].isdigit():
-        # The traces stay there, for `enqueuer report`.
+        # The traces stay there, for Perfetto.
         main(sys.argv[1])
     else:
         with tempfile.TemporaryDirectory() as folder:

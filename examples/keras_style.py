@@ -11,7 +11,7 @@ def generator(batch_size):
         yield x, x.sum(axis=1)
 
 
-enqueuer = GeneratorEnqueuer(generator(batch_size=32), wait_time=0.05, random_seed=7)
+enqueuer = GeneratorEnqueuer(generator(batch_size=32), random_seed=7)
 enqueuer.start(workers=2, max_queue_size=10)
 try:
     output_generator = enqueuer.get()

@@ -361,7 +361,7 @@ def plain(batch):
 
 def streams(kind):
     """Return the generators of the script, which a complete checkpoint has."""
-    if KINDS[kind][1] != "none":
+    if not kind.startswith("DataLoader"):
         return None
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -386,7 +386,8 @@ def undisturbed(kind, setup):
                 save(epoch, 0)
             epochs.append([])
             iterator = iter(batches)
-            if epoch < SAVED:
+            # Without workers, a sampler draws its seed from the global generator after that.
+            if epoch < SAVED and KINDS[kind][1] != "none":
                 save(epoch, 0)
             for batch in iterator:
                 epochs[-1].append(plain(batch))

@@ -51,20 +51,30 @@ def lines_of(node):
     return range(node.lineno, node.end_lineno + 1)
 
 
-def code_lines(path):
-    """Return the number of lines with code: without docstrings, comments and blank lines."""
-    used, left_out = set(), set()
+@functools.cache
+def code_of(path):
+    """Return the numbers of lines and of tokens of code: no docstrings, comments, blank lines."""
+    used, left_out, tokens = set(), set(), 0
     for node in nodes(path):
         if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and docstring(node):
             left_out.update(lines_of(docstring(node)))
     for token in tokenize.generate_tokens(io.StringIO(sources()[path]).readline):
-        if token.type not in LAYOUT:
+        if token.type not in LAYOUT and token.start[0] not in left_out:
             used.update(range(token.start[0], token.end[0] + 1))
-    return len(used - left_out)
+            tokens += 1
+    return len(used), tokens
+
+
+def code_lines(path):
+    return code_of(path)[0]
 
 
 def total_lines():
     return sum(map(code_lines, sources()))
+
+
+def total_tokens():
+    return sum(code_of(path)[1] for path in sources())
 
 
 def long_functions(most):
@@ -145,7 +155,8 @@ def forwarding_methods():
 
 
 if __name__ == "__main__":
-    print(f"{total_lines():6,} lines of code in {len(sources())} files")
+    lines, tokens = total_lines(), total_tokens()
+    print(f"{lines:6,} lines and {tokens:,} tokens of code in {len(sources())} files")
     print("functions above 40 lines:", *long_functions(40), sep="\n    ")
     print("files below 60 lines with one importer:", *sorted(small_files(60)), sep="\n    ")
     print("names of several classes:", *sorted(doubled_classes()), sep="\n    ")

@@ -47,7 +47,7 @@ _PORTABLE_FAULTS = {
 
 
 # With `workers=0` nothing is made ahead, and so nothing of this happens.
-_AHEAD = {"test_auto.py", "test_bound.py", "test_headroom.py", "test_stalls.py"}
+_AHEAD = {"test_auto.py", "test_bound.py", "test_stalls.py"}
 
 # Of the contract, the start method may make a difference to these.
 _ABOUT_STARTS = {
@@ -57,7 +57,7 @@ _ABOUT_STARTS = {
 }
 # Elsewhere it may make one to all but these.
 _ABOUT_OTHER_THINGS = {
-    "test_files.py",
+    "test_lists.py",
     "test_garbage.py",
     "test_killed_tasks.py",
     # It starts workers again and again.

@@ -27,18 +27,6 @@ BACKENDS = {"thread": {"backend": "thread"}} | {
     method: {"backend": Processes(start_method=method)} for method in METHODS
 }
 
-# Places of the batches of the first epoch, as (number, shard), where an order is repeated.
-ORDERS = {
-    "tasks": [(number, 0) for number in (1, 0, 2, 4, 3, 6, 5)],
-    "shards": [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (2, 0)],
-}
-_shards = GeneratorEnqueuer(helpers.numbered, shards=2, ordered=2, random_seed=1).state_dict()
-_tasks = OrderedEnqueuer(range(7), helpers.numbered_task, ordered=2, random_seed=1).state_dict()
-REPLAYED = {
-    "tasks": {**_tasks, "order": [0, "EDEEDGD"]},
-    "shards": {**_shards, "order": [0, "EADACD"]},
-}
-
 SOURCES = {
     "shards": lambda **options: GeneratorEnqueuer(helpers.numbered, shards=2, **options),
     "shards-as-they-come": lambda **options: GeneratorEnqueuer(
@@ -51,13 +39,6 @@ SOURCES = {
     "tasks": lambda **options: OrderedEnqueuer(range(7), helpers.numbered_task, **options),
     "tasks-as-they-come": lambda **options: OrderedEnqueuer(
         range(7), helpers.numbered_task, ordered=False, **options
-    ),
-    # The first epoch repeats an order, and the second one has one of its own.
-    "shards-overtaking-as-they-come": lambda **options: GeneratorEnqueuer(
-        helpers.numbered, shards=2, ordered=2, replay_order=REPLAYED["shards"], **options
-    ),
-    "tasks-overtaking-as-they-come": lambda **options: OrderedEnqueuer(
-        range(7), helpers.numbered_task, ordered=2, replay_order=REPLAYED["tasks"], **options
     ),
     "tasks-endless": lambda **options: Endless(range(7), helpers.numbered_task, **options),
     "read": lambda **options: OrderedEnqueuer(Elements(), helpers.numbered_task, **options),
@@ -84,21 +65,31 @@ class Hangs(BaseException):
 
 
 class Loop:
-    """A training loop: what it has had, and the last batches, which it holds."""
+    """A training loop: what it has had, and the last batches, which it holds.
+
+    Attributes:
+        lost: Number of batches that were counted as given, and that a strike kept from the loop.
+    """
 
     def __init__(self, enqueuer):
         self.enqueuer = enqueuer
         self.seen = []
+        self.lost = 0
         self.held = deque(maxlen=5)
 
     def read(self, count):
-        """Read with `for` until it has had so many batches in all."""
-        while len(self.seen) < count:
+        """Read with `for` until it was given so many batches in all."""
+        while len(self.seen) + self.lost < count:
             for batch in self.enqueuer:
                 self.seen.append(helpers.number_of(batch))
                 self.held.append((self.seen[-1], batch))
-                if len(self.seen) >= count:
+                if len(self.seen) + self.lost >= count:
                     break
+
+    def note_lost(self):
+        """Note, after a strike, whether the batch in flight was lost; fail if more were."""
+        self.lost = self.enqueuer.stats().total_items - len(self.seen)
+        assert self.lost in (0, 1), f"{self.lost} batches were lost"
 
     def first(self):
         """Read one batch."""
@@ -118,24 +109,20 @@ def expected_of(source):
     return [(e, 0, n) for e in range(EPOCHS) for n in range(7)]
 
 
-def check_order(source, seen):
-    """Fail if something is missing, comes twice, or comes out of order."""
+def check_order(source, seen, lost=0):
+    """Fail if more than `lost` are missing, or something comes twice or out of order."""
     expected = expected_of(source)
     if source.endswith("as-they-come"):
         for epoch in range(EPOCHS):
             of_epoch = [where for where in seen if where[0] == epoch]
-            assert seen.index(of_epoch[0]) == epoch * len(expected) // 2, seen
+            assert abs(seen.index(of_epoch[0]) - epoch * len(expected) // 2) <= lost, seen
             if source.startswith("shards"):
                 of_shard = [[w for w in of_epoch if w[1] == shard] for shard in range(2)]
                 assert of_shard == [sorted(one) for one in of_shard], seen
-        if "overtaking" in source:
-            first, second = ([(n, i) for e, i, n in seen if e == epoch] for epoch in range(EPOCHS))
-            assert first == ORDERS[source.split("-")[0]], seen
-            assert max(sum(p > m for p in second[:at]) for at, m in enumerate(second)) <= 2, seen
         seen = sorted(seen, key=lambda w: (w[0], w[2], w[1]))
     missing = [where for where in expected if where not in seen]
-    assert not missing, f"{missing} did not come"
-    assert seen == expected, seen
+    assert len(missing) <= lost, f"{missing} did not come"
+    assert seen == [where for where in expected if where not in missing], seen
 
 
 def started(enqueuer, count):
@@ -158,10 +145,10 @@ def resume(loop, source):
     twin = SOURCES[source](backend="thread", workers=2, random_seed=1)
     twin.load_state_dict(loop.enqueuer.state_dict())
     resumed = Loop(twin)
-    resumed.seen = loop.seen.copy()
+    resumed.seen, resumed.lost = loop.seen.copy(), loop.lost
     resumed.read(len(expected_of(source)))
     twin.stop()
-    check_order(source, resumed.seen)
+    check_order(source, resumed.seen, loop.lost)
 
 
 def go_on(loop, source):
@@ -171,7 +158,7 @@ def go_on(loop, source):
         resume(loop, source)
     loop.read(len(expected))
     loop.check_held()
-    check_order(source, loop.seen)
+    check_order(source, loop.seen, loop.lost)
     began = time.monotonic()
     enqueuer.stop()
     assert time.monotonic() - began < STOP_S

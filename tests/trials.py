@@ -40,7 +40,6 @@ from enqueuer import (
 )
 from enqueuer.backends.pool import WorkerState
 from enqueuer.datasets.arrays import ArraySource
-from enqueuer.datasets.files import FileBatches
 from enqueuer.enqueuers.enqueuer import core_of
 
 try:
@@ -159,16 +158,6 @@ def broken(element, task):
     return drawn(element, task)
 
 
-def named(path):
-    return int(path)
-
-
-def broken_file(path):
-    if int(path) % 7 == 3:
-        raise ValueError(path)
-    return int(path)
-
-
 def plain(batch):
     """Return a batch as something that can be compared and sorted."""
     if isinstance(batch, (dict, list)):
@@ -260,20 +249,6 @@ def skipped_shards(rng):
 
 def stateful_shards(rng):
     return of_shards(Rows, rng, False, WORLDS)
-
-
-def files(rng):
-    count, size = rng.randint(60, 150), rng.randint(1, 2)
-    on_error = rng.choice(["raise", "skip"])
-    source = FileBatches(
-        [str(number) for number in range(count)],
-        broken_file if on_error == "skip" else named,
-        size,
-        shuffle=rng.random() < 0.7,
-        drop_last=rng.random() < 0.5,
-        on_error=on_error,
-    )
-    return of_shards(source, rng, False, WORLDS)
 
 
 def rows(rng):
@@ -373,7 +348,7 @@ KINDS = [
         mixed,
         skipped_shards,
     ),
-    *(stateful_shards, files, rows, tasks, batches, dropped_tasks, left_out, unordered_tasks),
+    *(stateful_shards, rows, tasks, batches, dropped_tasks, left_out, unordered_tasks),
     iterables,
     *([hdf5] if h5py else []),
 ]

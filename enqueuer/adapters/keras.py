@@ -2,17 +2,19 @@
 
     EnqueuerDataset:  enqueuer -> the next batch, for any index -> Keras
 
-Keras reads batches by index, and reads some twice: it inspects the first ones for their shapes, or
-to build the model, and begins with [0] again. On TensorFlow a thread reads ahead of the training.
-Inspected batches are given again. `_lock` is held meanwhile.
+Keras asks for `num_batches`, and then reads each index once, in any order: this is a pass. Its
+first passes are short: it inspects batches for their shapes, or to build the model. Inspected
+batches are given again.
+
+On TensorFlow threads read ahead of the training, also for a while after a call has ended early.
+What they read then is refused, as the new pass is of the thread that asked for `num_batches`, or
+as an index comes twice. `_lock` is held meanwhile.
 """
 
 from __future__ import annotations
 
 import collections
-import sys
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -41,6 +43,9 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
     Batches have the order of the enqueuer, so the results of `predict` are in order, and `shuffle`
     of `fit` has no effect.
 
+    Use a `with` block, or call `stop()`: TensorFlow keeps each dataset, and so the workers, as long
+    as the program runs. The other backends stop them when the dataset is dropped.
+
     Args:
         loader: An enqueuer, or any object that can be iterated once an epoch. Its batches have a
             form of Keras: `(x,)`, `(x, y)` or `(x, y, sample_weight)`, each an array or a nest of
@@ -65,64 +70,56 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         keras.utils.PyDataset.__init__(self)
         # This raises TypeError if the length is not known.
         len(self)
-        self._call: _Call | None = None
         self._follows_epochs = steps_per_epoch is None
         self._lock = threading.Lock()
+        # Number of passes that have begun.
+        self._passes = 0
         self._forget_pass()
 
     def _forget_pass(self) -> None:
         # The following batches, to the end of their epoch.
         self._batches: Iterator[Any] | None = None
-        # Number of batches since Keras began with [0], and these batches while they are few.
+        # Indices that Keras has read in this pass.
+        self._indices: set[int] = set()
+        # Number of batches of the epoch in this pass, and these batches while they are few.
         self._given = 0
         self._held: list[Any] = []
         # Batches that are given again.
         self._inspected: collections.deque[Any] = collections.deque()
-        # Since the last batch: whether Keras read num_batches, and whether a call or epoch began.
-        self._was_asked = self._is_new = True
-        self._in_epoch = False
+        # Thread that has asked for num_batches since the last batch, and so begins the next pass.
+        self._asker: int | None = None
+        # Thread that inspects batches; only an epoch may be read by several threads.
+        self._inspector: int | None = None
+        # Whether Keras has begun an epoch, and whether no pass has begun since.
+        self._in_epoch = self._is_new = False
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in an epoch."""
-        # Keras reads this before it iterates over the indices.
-        self._was_asked = True
+        """Number of batches in an epoch; Keras reads this before each pass.
+
+        What is read next begins a pass. So use `len()` instead, which begins none.
+        """
+        self._asker = threading.get_ident()
         return len(self)
-
-    @property
-    def workers(self) -> int:
-        """Always 1: the enqueuer has workers, and Keras needs none of its own."""
-        # Each call makes an adapter, which reads this.
-        self._is_new, self._in_epoch = True, False
-        # TensorFlow keeps each adapter, and so this object, as long as the program runs. Its
-        # thread may continue to read for a call that was ended early.
-        adapter = sys._getframe(1).f_locals.get("self")
-        if getattr(adapter, "py_dataset", None) is self:
-            self._call = _Call(self)
-            adapter.py_dataset = self._call  # type: ignore[union-attr]
-        return 1
-
-    @property
-    def use_multiprocessing(self) -> bool:
-        """Always False, for the same reason."""
-        return False
 
     def __getitem__(self, index: int) -> Any:
         """Return the next batch, for any index; Keras calls this from any thread.
 
         Raises:
-            InvalidState: `stop()` was called after Keras began to read.
+            InvalidState: `stop()` was called after Keras began to read, or another call of Keras
+                reads the dataset.
             ValueError: The loader has no batches.
         """
-        return self._give(self._call)
-
-    def _give(self, call: _Call | None) -> Any:
+        number = self._passes
         with self._lock:
-            if call is not self._call:
-                raise InvalidState("another call of Keras has begun to read the dataset")
-            if self._was_asked and (self._is_new or not self._in_epoch):
+            reader = self._asker or self._inspector or threading.get_ident()
+            if number != self._passes or reader != threading.get_ident():
+                raise _two_readers()
+            if self._asker is not None or not self._passes:
                 self._begin_pass()
-            self._was_asked = self._is_new = False
+            if index in self._indices:
+                raise _two_readers()
+            self._indices.add(index)
             if self._inspected:
                 return self._inspected.popleft()
             batch = self._take()
@@ -135,7 +132,7 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
 
     def on_epoch_begin(self) -> None:
         """Note that Keras begins an epoch."""
-        self._is_new = self._in_epoch = True
+        self._in_epoch = self._is_new = True
 
     def on_epoch_end(self) -> None:
         """Note that Keras has ended an epoch, or has inspected batches."""
@@ -143,9 +140,9 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             if self._in_epoch and self._given - len(self._inspected) >= len(self):
                 self._given = 0
             # The model was trained with these batches.
-            if self._given == 0 or (self._in_epoch and not self._was_asked):
+            if self._given == 0 or (self._in_epoch and self._asker is None):
                 self._held.clear()
-            self._is_new, self._in_epoch = True, False
+            self._in_epoch = self._is_new = False
 
     def stop(self, timeout: float | None = None) -> None:
         """Stop the enqueuer, if this has started it; the next call begins anew.
@@ -159,12 +156,15 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         with self._lock:
             # The thread may have been about to start the next epoch.
             super().stop(timeout)
+            # A call that still reads gets an error, and does not begin anew.
             self._forget_pass()
-            # A call that still reads must not begin anew in the middle of an epoch.
-            self._was_asked = False
 
     def _begin_pass(self) -> None:
-        """Begin with [0]: with inspected batches, or with the next epoch. Lock held."""
+        """Begin with inspected batches, or with the next epoch. Lock held."""
+        self._passes += 1
+        self._inspector = None if self._is_new else threading.get_ident()
+        self._asker, self._is_new = None, False
+        self._indices.clear()
         was_inspection = self._given == len(self._held)
         self._inspected = collections.deque(self._held if was_inspection else ())
         if self._inspected:
@@ -183,7 +183,8 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         enqueuer = self._source.loader
         if not self._owner.is_started or not isinstance(enqueuer, BaseEnqueuer):
             # The enqueuer is its owner's and cannot be stopped.
-            collections.deque(self._batches or (), maxlen=0)
+            for _ in self._batches or ():
+                pass
             return
         # To read the rest could take an hour.
         super().stop()
@@ -206,19 +207,8 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         raise ValueError("the loader has no batches")
 
 
-class _Call:
-    """The dataset for one call of Keras: the adapter of the call holds this object."""
-
-    def __init__(self, dataset: EnqueuerDataset) -> None:
-        self._dataset: Any = weakref.proxy(dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset._give(self)
-
-    def on_epoch_begin(self) -> None:
-        # Two calls may take turns: training and validation.
-        self._dataset._call = self
-        self._dataset.on_epoch_begin()
+def _two_readers() -> InvalidState:
+    return InvalidState(
+        "two calls of Keras read the dataset at once; if one has ended early, and its thread still "
+        "reads ahead, call stop() and begin again"
+    )

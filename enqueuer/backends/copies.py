@@ -20,7 +20,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from enqueuer.backends.stall import warn
-from enqueuer.common.catching import suppressed
 from enqueuer.common.references import is_library, parts_of
 from enqueuer.common.text import an
 from enqueuer.errors import EnqueuerWarning
@@ -114,7 +113,7 @@ def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
     """Return digests of the plain values of a source that lie in memory of this process alone."""
     found: dict[str, Digest] = {}
     # An error of the user's `__len__` comes in its turn, when the elements are read.
-    with suppressed(Exception):
+    with contextlib.suppress(Exception):
         if isinstance(source, TaskSource) and source.is_finite:
             found["the length of the sequence"] = source.length, 0
     for path, value in islice(_reached(source), _MOST_WATCHED):
@@ -153,7 +152,7 @@ def _reached(source: Source | TaskSource) -> Iterator[Step]:
         if id(value) not in seen:
             seen[id(value)] = value
             yield path, value
-            # Of a class written in C it may be no text.
+            # Of a class of an extension module it may be no text.
             if not str(type(value).__module__).startswith(_UNSEEN):
                 left.extend((path + step, part) for step, part in parts_of(value))
 

@@ -17,20 +17,19 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any, Generic
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import DeathPlace, Restarts
 from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
-from enqueuer.backends.shard_schedule import NOTHING, ShardSchedule
+from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
-from enqueuer.common.catching import raised_here
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats
-from enqueuer.workers.messages import Epoch, Failure, ItemTuple
+from enqueuer.workers.messages import Epoch, Failure
 
 _log = logging.getLogger("enqueuer")
 
@@ -47,7 +46,6 @@ class Engine(Generic[W]):
         schedule: Decisions about the items or the tasks of the job.
         restarts: Restarts of the run, which other engines may share.
         loop_meter: Account of the waits.
-        deferred: Calls that the loop makes after a wait, which ends for them.
 
     Attributes:
         schedule: Decisions about the items or the tasks; it gives what was waited for.
@@ -63,18 +61,14 @@ class Engine(Generic[W]):
         schedule: ShardSchedule[W] | TaskSchedule[W],
         restarts: Restarts,
         loop_meter: LoopMeter,
-        deferred: Collection[object],
     ) -> None:
         self.tasks = schedule if isinstance(schedule, TaskSchedule) else None
         self.shards = schedule if isinstance(schedule, ShardSchedule) else None
-        # Of tasks, tickets are submitted first; of shards that overtake, each item is noted.
-        self._short_way = self.shards if isinstance(job.ordered, bool) else None
         self._job = job
         self.pool = pool
         self.schedule = schedule
         self._restarts = restarts
         self._loop_meter = loop_meter
-        self._deferred = deferred
         # Statistics of the workers that were replaced, by index.
         self._before: dict[int, WorkerStats] = {}
         # Number of workers, without those that are leaving.
@@ -123,7 +117,7 @@ class Engine(Generic[W]):
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`, of `time.monotonic()`; without one, for
-                the job's `longest_wait_s`; or a call was deferred.
+                the job's `longest_wait_s`.
             Closed: `close()` was called.
         """
         schedule, is_expired = self.schedule, False
@@ -141,7 +135,7 @@ class Engine(Generic[W]):
                 if failure is not None:
                     return failure
                 continue
-            if is_expired or self._deferred:
+            if is_expired:
                 raise DeadlineExpired("no batch in time")
             until = self._sleep_until_news(order, deadline)
             is_expired = until is not None and time.monotonic() >= until
@@ -158,34 +152,6 @@ class Engine(Generic[W]):
             deadline = meter.since / 1e9 + longest_wait_s
         self.pool.sleep(awaited, deadline)
         return deadline
-
-    def more(self, order: Any, may_sleep: bool) -> Iterator[ItemTuple] | None:
-        """Acknowledge what was taken, and take what is next, if `wait` is not needed for it.
-
-        This is the short way of an item: `wait` does all that is needed for anything else.
-
-        Args:
-            order: Order of the items.
-            may_sleep: Whether to sleep once if nothing has come.
-
-        Returns:
-            None if nothing has come, if it is no item, or if workers must be fed.
-        """
-        schedule = self._short_way
-        if self.is_closed or schedule is None:
-            return None
-        items = schedule.more(order)
-        if items is not NOTHING:
-            return items
-        if not may_sleep:
-            return None
-        # If nothing comes, `wait` goes on with this wait.
-        self._sleep_until_news(order, None)
-        if self.is_closed or (items := schedule.more(order)) is NOTHING:
-            return None
-        if items is not None and self._loop_meter.since:
-            self._loop_meter.resume()
-        return items
 
     def acknowledge(self) -> None:
         """Count all that was taken as consumed, so that as many others may be made."""
@@ -229,20 +195,18 @@ class Engine(Generic[W]):
 
     def _replace(self, worker: W, order: Any) -> Failure | None:
         """Replace a worker that has ended; return its failure if that is not allowed, or fails."""
-        # The lists of workers must not be left half changed.
-        with interrupts.held():
-            if worker.is_leaving:
-                self.schedule.part_with(worker)
-                self.pool.workers.remove(worker)
-                self._before.pop(worker.index, None)
-                self.pool.discard(worker)
-                return None
-            place, death = self.schedule.place_of(worker, order), worker.death()
-            successor = self._successor(worker, place, death)
-            if isinstance(successor, Failure):
-                return self.schedule.give_up(worker, successor)
-            if successor is not None:
-                self.schedule.resume(worker, successor, order, death.late)
+        if worker.is_leaving:
+            self.schedule.part_with(worker)
+            self.pool.workers.remove(worker)
+            self._before.pop(worker.index, None)
+            self.pool.discard(worker)
+            return None
+        place, death = self.schedule.place_of(worker, order), worker.death()
+        successor = self._successor(worker, place, death)
+        if isinstance(successor, Failure):
+            return self.schedule.give_up(worker, successor)
+        if successor is not None:
+            self.schedule.resume(worker, successor, order, death.late)
         return None
 
     def _successor(self, dead: W, place: DeathPlace, death: Death) -> W | Failure | None:
@@ -259,7 +223,10 @@ class Engine(Generic[W]):
             return _failure_of(dead, place, death.message + restarts.history(place), death)
         try:
             new = self.pool.start_worker(dead.index)
-        except raised_here(Exception) as trouble:
+        except Exception as trouble:
+            # What it waits for, such as the fork server, a handler may have interrupted.
+            if interrupts.is_of_handler(trouble):
+                raise
             text = f"{death.message} A replacement could not be started: {trouble}"
             failure = _failure_of(dead, place, text, death)
             failure.error.__cause__ = trouble
@@ -326,20 +293,18 @@ class Engine(Generic[W]):
             self.is_closed = True
             self.pool.close()
 
-    def wake(self) -> None:
-        """Wake the thread that is in `wait()`, so that it sees a deferred call."""
-        self.pool.wake()
-
     def stop(self, timeout: float) -> None:
-        """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds."""
+        """Close, then end the workers: ask, terminate, kill; within about `timeout` seconds.
+
+        Called within `interrupts.held()`. Idempotent.
+        """
         if self._owner != os.getpid():
             return
-        with interrupts.held():
-            self.close()
-            self.pool.stop(timeout)
-            at_end, self.at_end = self.at_end, None
-            if at_end is not None:
-                at_end()
+        self.close()
+        self.pool.stop(timeout)
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
 
 
 def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Failure:

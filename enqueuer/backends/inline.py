@@ -63,7 +63,7 @@ class InlineWorker(ThreadSender):
     def __init__(
         self, plan: Plan, tickets: deque[Ticket], has_globals: bool, trace: TraceTarget | None
     ) -> None:
-        inbox = ThreadInbox(UNBOUNDED, shards=len(plan.shards))
+        inbox = ThreadInbox(UNBOUNDED)
         super().__init__(0, inbox, WorkQueue(), WorkQueue(), measured=False)
         # No item waits, so that none is used again meanwhile.
         self._digests = None
@@ -141,13 +141,17 @@ class InlineWorker(ThreadSender):
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         check_awaited(value)
-        super().send_item(shard, number, value, state)
+        with interrupts.held():
+            super().send_item(shard, number, value, state)
 
     def send(self, message: End | Failure | Empty) -> None:
-        if isinstance(message, Failure) and isinstance(message.error, KeyboardInterrupt):
-            # It came from the user's terminal to the loop, not from the generator.
-            raise message.error
-        super().send(message)
+        if isinstance(message, Failure):
+            error = message.error
+            if isinstance(error, KeyboardInterrupt) or interrupts.is_of_handler(error):
+                # It came from a signal to the loop, not from the generator.
+                raise error
+        with interrupts.held():
+            super().send(message)
 
     def next_ticket(self) -> Ticket | None:
         # There is one each time.
@@ -218,14 +222,14 @@ class InlinePool(WorkerPool[InlineWorker]):
 
     def _take_turn(self) -> bool:
         """Let the worker run; return False if it has nothing to do."""
-        with self._turn:
+        with interrupts.taken(self._turn):
             # stop() has been called.
             if self._is_closed or not self.workers:
                 return True
             (worker,) = self.workers
             self._runner = threading.get_ident()
             try:
-                return worker.step()
+                return interrupts.interruptible(worker.step)
             finally:
                 self._runner = None
                 if self._is_closed:
@@ -255,16 +259,14 @@ class InlinePool(WorkerPool[InlineWorker]):
         # The code of the user stops the enqueuer: the turn closes the generators at its end.
         if self._runner == threading.get_ident():
             return
-        if not interrupts.interruptible(self._turn.acquire, True, timeout):
-            warn_of_hanging(
-                f"the generator did not end within {timeout:g} s and cannot be ended, as it runs "
-                "in the loop's own thread; it is closed after its next batch",
-                self._runner,
-            )
-            return
-        try:
-            for worker in self.workers.copy():
-                worker.close()
-            self.workers.clear()
-        finally:
-            self._turn.release()
+        with interrupts.taken(self._turn, timeout) as is_taken:
+            if is_taken:
+                for worker in self.workers.copy():
+                    worker.close()
+                self.workers.clear()
+                return
+        warn_of_hanging(
+            f"the generator did not end within {timeout:g} s and cannot be ended, as it runs "
+            "in the loop's own thread; it is closed after its next batch",
+            self._runner,
+        )

@@ -51,8 +51,7 @@ class Job:
         workers: Number of workers that run them; at most one a shard is started. 0: one runs in
             the loop's own thread.
         random_seed: Seed of the enqueuer.
-        ordered: Whether the consumer reads the shards in turn; or how many items of others may
-            overtake one.
+        ordered: Whether the consumer reads the shards in turn.
         max_queue_size: Largest number of finished items that wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
@@ -78,7 +77,7 @@ class Job:
     own: tuple[int, ...]
     workers: int
     random_seed: int
-    ordered: bool | int
+    ordered: bool
     max_queue_size: int
     max_queue_bytes: int | None
     start_method: str

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import enum
 import traceback
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.workers.event_loop import ThreadSnapshot
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Taken, Ticket
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 
 class WorkerState(enum.Enum):
@@ -116,22 +116,14 @@ class Inbox(Protocol):
             object until it is removed.
         """
 
-    def items(self, most: int, taken: Taken) -> Iterator[ItemTuple]:
-        """Take items as long as they are next: at most so many, and perhaps fewer.
-
-        To be read by something written in C, such as `deque.extend`. An item is counted as taken
-        and yielded in one step, without a call or a jump, so that none is lost or repeated.
-
-        Args:
-            most: Most items to take.
-            taken: Record in which each item is noted that is yielded.
-        """
+    def take(self, most: int) -> list[ItemTuple]:
+        """Take items as long as they are next: at most so many, and perhaps fewer."""
 
     def remove(self, message: End | Failure | Empty) -> None:
-        """Forget the message that `head` returned; again does nothing."""
+        """Forget the message that `head` returned. Idempotent."""
 
     def acknowledge(self) -> None:
-        """Count what was taken as consumed, so that as much can be sent; again does nothing."""
+        """Count what was taken as consumed, so that as much can be sent. Idempotent."""
 
 
 class Worker(Protocol):

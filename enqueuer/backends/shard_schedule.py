@@ -1,7 +1,7 @@
 """Whose turn it is, and where each shard stands; which worker's message is next.
 
-    RoundRobin, AsTheyCome, Overtaking   the order of the items of shards
-    ShardSchedule                        the workers that run them, each certain shards
+    RoundRobin, AsTheyCome   the order of the items of shards
+    ShardSchedule            the workers that run them, each certain shards
 
 An order answers `turn()`, notes `ended(shard)`, and is `done` when all shards have ended. The code
 that takes items writes down which it has taken. This file decides and does not wait.
@@ -11,36 +11,74 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
-from enqueuer.backends.order_log import OrderLog, numbers_in
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
-from enqueuer.monitoring.meters import LoopMeter
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Taken
+from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
 
 
-class ShardOrder(Taken, ABC):
+class ShardOrder(ABC):
     """The shards that have not ended, and what was taken of each.
 
+    Args:
+        starts: Where each shard begins, in the order of their turns.
+        recent: How many of the last states of an iterator are remembered.
+
     Attributes:
+        numbers: Number of the next item of each shard.
+        last: Shard of the item that was taken last.
+        items: Number of items that were taken.
         done: Whether every shard has ended.
         ends: States of sources at the ends of shards, of those that have one.
         yielded: Number of items that were made of what has ended, those of None included.
     """
 
     def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
-        super().__init__(starts, recent)
+        self.numbers = {shard: start.number for shard, start in starts.items()}
+        # It is as if a round had just ended.
+        self.last: int = next(reversed([*starts]), -1)
+        self.items = 0
+        self._recent = recent
+        self._states = {
+            shard: deque([start], recent)
+            for shard, start in starts.items()
+            if start.state is not None
+        }
         self.ends: dict[int, Any] = {}
         self.yielded = 0
         self._open = dict.fromkeys(starts)
         self.done = not self._open
+
+    def add(self, items: Iterable[ItemTuple]) -> None:
+        """Note items that were taken."""
+        for shard, number, _, state in items:
+            if state is not None:
+                states = self._states.get(shard)
+                if states is None:
+                    states = self._states[shard] = deque([Start()], self._recent)
+                states.append(Start(number + 1, state))
+            self.numbers[shard] = number + 1
+            self.last = shard
+            self.items += 1
+
+    def start_of(self, shard: int, number: int | None = None) -> Start:
+        """Return where a shard starts again, at an item; None: the next one."""
+        if number is None:
+            number = self.numbers[shard]
+        states = self._states.get(shard)
+        if states is None:
+            return Start(number)
+        known = next(at for at in reversed(states) if at.number - at.behind <= number)
+        if known.state is None:
+            return Start(number)
+        return Start(number, known.state, number - known.number + known.behind)
 
     def next_of(self, shards: Container[int]) -> int | None:
         """Return which of some shards of one worker is next; None if all have ended."""
@@ -67,18 +105,6 @@ class ShardOrder(Taken, ABC):
         """Return which later items were taken nevertheless; only of tasks."""
         return ()
 
-    def given(self, ready: int) -> str | None:
-        """Return the log of what the loop was given, see `OrderLog`; None if it is not kept.
-
-        Args:
-            ready: Number of items that were taken last, and not given to the loop.
-        """
-        return None
-
-    def first_turns(self) -> tuple[int, ...]:
-        """Return `Epoch.turns` for workers that go on from here."""
-        return ()
-
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         """Return whether an item, or a failure in its place, comes before a position."""
         start = (position.starts or {}).get(shard)
@@ -90,7 +116,7 @@ class ShardOrder(Taken, ABC):
         """Return the shard to read next, or ANY."""
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
-        """Note that `shard` will give nothing more; again does nothing.
+        """Note that `shard` will give nothing more. Idempotent.
 
         Args:
             shard: The shard that has ended.
@@ -134,8 +160,8 @@ class RoundRobin(ShardOrder):
         shards = list(starts)
         self._after = dict(zip(shards, shards[1:] + shards[:1], strict=True))
         # How many items each shard has given; all of these; and the turns since they were counted.
-        given = {shard: start.number - start.left_out for shard, start in starts.items()}
-        self._given = given, 0, shards
+        self._given = {shard: start.number - start.left_out for shard, start in starts.items()}
+        self._counted, self._turns = 0, shards
 
     def turn(self) -> int:
         return self._after[self.last]
@@ -155,17 +181,13 @@ class RoundRobin(ShardOrder):
         Args:
             ending: Shard that has no turn from now on.
         """
-        given, counted, turns = before = self._given
-        taken = self.items
-        rounds, more = divmod(taken - counted, max(1, len(turns)))
-        new = {shard: given[shard] + rounds + (at < more) for at, shard in enumerate(turns)}
-        turns = [shard for shard in turns[more:] + turns[:more] if shard != ending]
-        after = given | new, taken, turns
-        # Once more, as the calls above may run this method. From here on in one step.
-        if self._given is not before:
-            return self._count_given(ending)
-        self._given = after
-        return after[0]
+        turns = self._turns
+        rounds, more = divmod(self.items - self._counted, max(1, len(turns)))
+        for at, shard in enumerate(turns):
+            self._given[shard] += rounds + (at < more)
+        self._counted = self.items
+        self._turns = [shard for shard in turns[more:] + turns[:more] if shard != ending]
+        return self._given
 
     def ended(self, shard: int, state: Any = None, number: int = 0) -> None:
         self._count_given(shard)
@@ -207,120 +229,6 @@ class AsTheyCome(ShardOrder):
         return sorted(self._open, key=lambda shard: self.numbers[shard] - self._first[shard])
 
 
-class Overtaking(ShardOrder):
-    """Whatever is there first, but at most so many later items before one.
-
-    Later is what comes later in turn: a shard's next item, and then the index of the shard. Its
-    workers send their items in this order, after `first_turns`.
-
-    Args:
-        starts: Where each shard begins.
-        recent: How many of the last states of an iterator are remembered.
-        allowance: Most later items that may be taken before one.
-        given: Log of the items of the epoch that were given before; None: it is not known.
-        replay: Shards of the items of the epoch, in the order in which they come first.
-
-    Example:
-        >>> order = Overtaking(dict.fromkeys(range(3), Start()), 2, allowance=2)
-        >>> for number in (1, 2):
-        ...     order.numbers[2], order.last = number, 2  # one was taken
-        ...     order.turn()
-        0
-        >>> order.given(0), list(order.rest()), order.first_turns()
-        ('GA', [0, 1, 2], (0, 1, 0, 1))
-    """
-
-    def __init__(
-        self,
-        starts: Mapping[int, Start],
-        recent: int,
-        allowance: int,
-        given: str | None = "",
-        replay: Iterable[int] = (),
-    ) -> None:
-        super().__init__(starts, recent)
-        self._allowance = allowance
-        self._log = OrderLog(given)
-        before = numbers_in(given or "")
-        # Number of items of each shard that were taken in this epoch, ended ones included.
-        self._counts = dict.fromkeys(starts, 0)
-        self._counts |= self.numbers if given is None else Counter(before)
-        self._replay = [*replay][len(before) :]
-        # Number of items that were noted, and the last one with the number after it.
-        self._noted = 0
-        self._last = self.last, self.numbers.get(self.last)
-        # A round, in which each shard has one item, and a place in it. All items before it were
-        # taken, or are none: so many, without those of earlier rounds that came before the start.
-        first = min(map(self._counts.__getitem__, starts), default=0)
-        later = sum(max(0, n - first) for n in self._counts.values())
-        self._reached = first, 0, sorted(self._counts), -later
-
-    def note(self) -> None:
-        """Note the item that was taken last; again does nothing. Called before the next one."""
-        shard = self.last
-        last = shard, self.numbers.get(shard)
-        if last == self._last:
-            return
-        log, counts = self._log, self._counts
-        text, code = log.text, log.code_of(shard - log.last)
-        # Once more, as the calls above may run this method. From here on in one step.
-        if last != self._last:
-            counts[shard] += 1
-            text += code
-            log.last = shard
-            self._noted += 1
-            self._last = last
-
-    def turn(self) -> int | None:
-        self.note()
-        if self._noted < len(self._replay):
-            shard = self._replay[self._noted]
-            if shard in self._open:
-                return shard
-            # The source gives less than it did.
-            del self._replay[self._noted :]
-        if self.done:
-            return ANY
-        # Of all items that were not taken, the first one was overtaken most often.
-        counts, (round_, place, shards, passed) = self._counts, self._reached
-        while (is_taken := counts[shards[place]] > round_) or shards[place] not in self._open:
-            passed, place = passed + is_taken, place + 1
-            if place == len(shards):
-                round_, place = round_ + 1, 0
-                shards = [s for s in shards if s in self._open or counts[s] > round_]
-        # In one step, as the calls above may run this method.
-        self._reached = round_, place, shards, passed
-        return shards[place] if self._noted - passed >= self._allowance else ANY
-
-    def given(self, ready: int) -> str | None:
-        self.note()
-        return self._log.without(ready)
-
-    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
-        self.note()
-        ready = [*ready]
-        again = {item[0]: item[1] for item in reversed(ready)}
-        left = Counter(self._counts)
-        left.subtract(item[0] for item in ready)
-        shards = sorted({*self._open, *again}, key=lambda shard: (left[shard], shard))
-        return {shard: self.start_of(shard, again.get(shard)) for shard in shards}
-
-    def first_turns(self) -> tuple[int, ...]:
-        self.note()
-        replayed = self._replay[self._noted :]
-        counts = Counter(self._counts)
-        counts.update(replayed)
-        most = max((counts[shard] for shard in self._open), default=0)
-        behind = [(n, shard) for shard in self._open for n in range(counts[shard], most)]
-        return (*replayed, *(shard for _, shard in sorted(behind)))
-
-    def _in_turn(self) -> list[int]:
-        return sorted(self._open, key=lambda shard: (self._counts[shard], shard))
-
-
-NOTHING: Final[Iterator[ItemTuple]] = iter(())
-"""What `ShardSchedule.more` returns if nothing has come and all workers live."""
-
 # To look up a member of an enum takes long.
 _DEAD = WorkerState.DEAD
 _inbox_of: Callable[[Worker], Inbox] = operator.attrgetter("inbox")
@@ -336,11 +244,8 @@ class ShardSchedule(Generic[W]):
         workers: The workers, by their indices; the engine replaces those that died.
         owners: Index of the worker that runs each shard.
         bunch: Most items to take at once.
-        quick_bunch: Most items of one worker to take at once if the loop is quick.
-        loop_meter: Account of the waits, which knows whether it is.
 
     Example:
-        >>> from enqueuer.monitoring.meters import LoopMeter
         >>> from enqueuer.workers.messages import Item, Start
         >>> class Worker:
         ...     def __init__(self, state, *messages):
@@ -349,7 +254,7 @@ class ShardSchedule(Generic[W]):
         ...     def head(self):
         ...         return isinstance(self.messages[0], Item) if self.messages else False
         >>> dead, alive = Worker(WorkerState.DEAD), Worker(WorkerState.RUNNING, Item(1, 0, "x"))
-        >>> schedule = ShardSchedule([dead, alive], {0: 0, 1: 1}, 1, 1, LoopMeter())
+        >>> schedule = ShardSchedule([dead, alive], {0: 0, 1: 1}, 1)
         >>> order = RoundRobin({0: Start(5), 1: Start(4)})  # shard 0 is next
         >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
         (True, 'shard 0, item 5')
@@ -357,27 +262,15 @@ class ShardSchedule(Generic[W]):
         True
     """
 
-    def __init__(
-        self,
-        workers: list[W],
-        owners: Mapping[int, int],
-        bunch: int,
-        quick_bunch: int,
-        loop_meter: LoopMeter,
-    ) -> None:
+    def __init__(self, workers: list[W], owners: Mapping[int, int], bunch: int) -> None:
         self._workers = workers
         self._owners = owners
         self._bunch = bunch
-        self._quick_bunch = quick_bunch
-        self._loop_meter = loop_meter
         # What the workers were told to run: the epoch that the loop reads, and perhaps the next.
         self._epochs: list[Epoch] = []
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
         # `stop()` nothing must keep the memory that is shared with it.
         self._served = 0
-        # The end of a shard that is about to be noted and dropped. It must not stay behind: it
-        # would end the shard in the next epoch.
-        self._ending: tuple[int, End, ShardOrder] | None = None
         self._is_acknowledged = True
 
     def waiting(self) -> int:
@@ -397,12 +290,11 @@ class ShardSchedule(Generic[W]):
         worker.begin(epoch.of_shards(worker.shards))
 
     def tell(self, epoch: Epoch) -> None:
-        """Have the workers run an epoch after those that they were told; again does nothing."""
+        """Have the workers run an epoch after those that they were told. Idempotent."""
         if any(told.number == epoch.number for told in self._epochs):
             return
         for worker in self._workers:
             worker.begin(epoch.of_shards(worker.shards))
-        # Last: if it is done again, the workers pass over what comes twice.
         self._epochs = [*self._epochs, epoch]
 
     def next_step(self, order: ShardOrder) -> bool | Failure | W:
@@ -412,8 +304,6 @@ class ShardSchedule(Generic[W]):
             True if something can be taken, or the epoch is over; False if nothing can be until
             something comes; a failure to be returned; or a worker that has ended.
         """
-        if self._ending is not None:
-            self._note_end()
         while not order.done:
             message = self._head(order)
             if message is True:
@@ -424,8 +314,8 @@ class ShardSchedule(Generic[W]):
             if isinstance(message, Failure):
                 return message
             assert isinstance(message, End)
-            self._ending = self._served, message, order
-            self._note_end()
+            order.ended(message.shard, message.state, message.number)
+            self._remove(self._served, message)
         return True
 
     def _head(self, order: ShardOrder) -> bool | End | Failure | Empty:
@@ -445,13 +335,6 @@ class ShardSchedule(Generic[W]):
                 self._served = index % count
                 return message
         return False
-
-    def _note_end(self) -> None:
-        if self._ending is not None:
-            index, end, order = self._ending
-            order.ended(end.shard, end.state, end.number)
-            self._remove(index, end)
-            self._ending = None
 
     def _dead(self, order: ShardOrder) -> W | None:
         """Return a worker whose death must be reported now; all that it sent was delivered.
@@ -482,64 +365,24 @@ class ShardSchedule(Generic[W]):
             return "the next item of any shard"
         return f"shard {shard}, item {order.numbers[shard]}"
 
-    def take(self, order: ShardOrder) -> Iterator[ItemTuple]:
-        """Take what is next and is there, at least one item after the engine has waited.
-
-        To be read by something written in C, such as `deque.extend`, so that taking an item and
-        keeping it is one step.
-        """
+    def take(self, order: ShardOrder) -> list[ItemTuple]:
+        """Take what is next and is there, at least one item after the engine has waited."""
         self._is_acknowledged = False
-        workers = self._workers
+        workers, bunch = self._workers, self._bunch
         # stop() was called in the meantime.
         if not workers:
-            return iter(())
-        is_any = len(workers) == 1 or self._bunch == 1 or order.turn() is None
-        if is_any and not isinstance(order, Overtaking):
-            return workers[self._served].inbox.items(self._bunch, order)
-        return self._take_in_turn(order)
-
-    def more(self, order: ShardOrder) -> Iterator[ItemTuple] | None:
-        """Acknowledge what was taken, and take what is next and is there.
-
-        Returns:
-            NOTHING if nothing has come; None if `next_step` must say what is next.
-        """
-        workers = self._workers
-        if not self._is_acknowledged:
-            self.acknowledge()
-        if self._ending is not None or order.done:
-            return None
-        if len(workers) == 1:
-            self._served = 0
-            (worker,) = workers
-            head = worker.inbox.head()
-            if head is True:
-                self._is_acknowledged = False
-                most = self._quick_bunch if self._loop_meter.is_quick else self._bunch
-                return worker.inbox.items(most, order)
-        else:
-            head = self._head(order)
-            if head is True:
-                return self.take(order)
-        if head is False:
-            for worker in workers:
-                if worker.state is _DEAD:
-                    return None
-            return NOTHING
-        return None
-
-    def _take_in_turn(self, order: ShardOrder) -> Iterator[ItemTuple]:
-        for _ in range(self._bunch):
-            if isinstance(order, Overtaking):
-                order.note()
-            # None, if stop() was called in the meantime.
-            for worker in self._workers[self._served : self._served + 1]:
-                yield from worker.inbox.items(1, order)
-            if order.done or self._head(order) is not True:
-                return
+            return []
+        in_turn = len(workers) > 1 and order.turn() is not ANY
+        items: list[ItemTuple] = []
+        while True:
+            more = workers[self._served].inbox.take(1 if in_turn else bunch)
+            order.add(more)
+            items += more
+            if not in_turn or len(items) >= bunch or self._head(order) is not True:
+                return items
 
     def pass_over(self, failure: Failure) -> None:
-        """Forget the failure that `next_step` has returned; again does nothing."""
+        """Forget the failure that `next_step` has returned. Idempotent."""
         self._remove(self._served, failure)
 
     def _remove(self, index: int, message: End | Failure) -> None:
@@ -579,8 +422,7 @@ class ShardSchedule(Generic[W]):
         """
         current, *ahead = self._epochs
         starts = order.rest()
-        rest = Epoch(current.number, starts, turns=order.first_turns())
-        rest = rest.of_shards(successor.shards)
+        rest = Epoch(current.number, starts).of_shards(successor.shards)
         # A shard that has ended is late in the next epoch, and will be so again.
         failure = next((one for one in late if one.shard in starts), None)
         successor.begin(replace(rest, late=failure))

@@ -13,27 +13,18 @@ This file decides and does not wait.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice, takewhile
-from typing import Any, Generic, TypeAlias, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, TypeAlias
 
 from enqueuer.backends.lifecycle import DeathPlace
-from enqueuer.backends.order_log import OrderLog
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
-from enqueuer.backends.shard_schedule import ANY, AsTheyCome, ShardOrder, waiting_in
-from enqueuer.common import interrupts
+from enqueuer.backends.shard_schedule import ANY, ShardOrder, waiting_in
 from enqueuer.common.sizes import size_of
 from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
 
-_NAMES = ("next", "items")
-_number_of_item = operator.itemgetter(1)
-_value_of = operator.itemgetter(2)
-_is_none = functools.partial(operator.is_, None)
-# Returns None, and keeps nothing.
-_forget = deque[object](maxlen=0).append
 _ALL = 1 << 62
 
 
@@ -46,62 +37,38 @@ class TaskOrder:
         first: The number of the epoch's first task.
         start: Where in the epoch to begin, and the reader's state before that.
         done: Later tasks of the epoch that were done already.
-        ordered: True: they come by their numbers. False: as they come. Or how many later ones may
-            come before a task.
-        given: Log of the tasks that were given before; None: it is not known.
-        replay: Numbers of tasks in the epoch, in the order in which they come first.
+        ordered: Whether they come by their numbers.
 
     Attributes:
         end: The number after that of the last task; None until that is known. Tasks of this number
             and above are those of the next epoch.
         ordered: Whether they come by their numbers.
-        log: Order in which they were taken; not kept if that is the one of their numbers.
-        replay: Numbers of the tasks that come next, perhaps after some that were taken already.
 
     Example:
         >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
         >>> order.was_taken(101), order.was_taken(102)
         (True, False)
-        >>> order.taken[102] = None; order.end_at(103); order.done
+        >>> order.take(102); order.end_at(103); order.done
         True
-        >>> order = TaskOrder(first=0, start=Start(), done=(), ordered=2)
-        >>> for number in (1, 4): order.taken[number] = None
-        >>> order.only()
-        0
     """
 
-    def __init__(
-        self,
-        first: int,
-        start: Start,
-        done: Iterable[int],
-        ordered: bool | int,
-        given: str | None = "",
-        replay: Iterable[int] = (),
-    ) -> None:
+    def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
         self.first = first
-        self.ordered = ordered is True
-        # Most later tasks that may be taken before one.
-        self.allowance: int = (0 if ordered else _ALL) if isinstance(ordered, bool) else ordered
-        self.log = OrderLog(None if self.ordered else given, first)
+        self.ordered = ordered
         # All tasks before it were taken.
         self.next = first + start.number
         # Number of tasks that were taken, and not only passed over.
         self.items = 0
-        # Numbers that were taken, until `next` has gone past them. Code that takes a result writes
-        # to it itself: that needs no call, see `Taken`.
-        self.taken: dict[int, None] = dict.fromkeys(first + number for number in done)
+        # Later tasks that were taken.
+        self.taken = {first + number for number in done}
+        self._advance()
         self.end: int | None = None
         self.ends: dict[int, Any] = {}
         # before the task, of a reader that has a state
         self._states = {} if start.state is None else {self.next: start.state}
-        numbers = (first + number for number in replay)
-        self.replay = deque(number for number in numbers if not self.was_taken(number))
 
     @property
     def done(self) -> bool:
-        if self.taken:
-            self.advance()
         return self.next == self.end
 
     @property
@@ -125,6 +92,12 @@ class TaskOrder:
         if state is not None:
             self._states[number + 1] = state
 
+    def take(self, number: int, has_item: bool = True) -> None:
+        """Note that a task was taken, or only passed over, as it has no item."""
+        self.taken.add(number)
+        self.items += has_item
+        self._advance()
+
     def was_taken(self, number: int) -> bool:
         """Return whether the task was done, now or before the start."""
         return number < self.next or number in self.taken
@@ -134,38 +107,13 @@ class TaskOrder:
 
     def only(self) -> int | None:
         """Return the number of the only task that may be taken now; None: any may."""
-        replay = self.replay
-        while replay:
-            if not self.was_taken(replay[0]):
-                return replay[0]
-            replay.popleft()
-        # Of the tasks that were not taken, this one was overtaken most often: by all in `taken`.
-        if len(self.taken) >= self.allowance:
-            self.advance()
-        return self.next if len(self.taken) >= self.allowance else None
-
-    def first_of(self, numbers: Collection[int], default: int) -> int:
-        """Return which of some tasks comes first; a number if there are none."""
-        replayed = (number for number in self.replay if number in numbers)
-        return next(replayed, min(numbers, default=default))
-
-    def end_replay(self, number: int) -> None:
-        """Replay no tasks of this number or a higher one, as they cannot be read."""
-        self.replay = deque(task for task in self.replay if task < number)
-
-    def given(self, ready: int) -> str | None:
-        return self.log.without(ready)
-
-    def first_turns(self) -> tuple[int, ...]:
-        return ()
+        return self.next if self.ordered else None
 
     def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
-        self.advance()
         number = min([self.next, *(number for _, number, _, _ in ready)])
         return {0: Start(number - self.first, self._states.get(number))}
 
     def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
-        self.advance()
         again = {number for _, number, _, _ in ready}
         earliest = min([self.next, *again])
         numbers = {*range(earliest, self.next), *self.taken} - again
@@ -175,10 +123,9 @@ class TaskOrder:
         at, starts = number - self.first, position.starts
         return starts is None or at < starts[0].number or at in position.done
 
-    def advance(self) -> None:
-        """Have `next` go past all that was taken; again does nothing."""
+    def _advance(self) -> None:
         while self.next in self.taken:
-            del self.taken[self.next]
+            self.taken.remove(self.next)
             self.next += 1
 
 
@@ -187,7 +134,9 @@ Order: TypeAlias = ShardOrder | TaskOrder
 
 
 class ReorderBuffer:
-    """Called by one thread at a time.
+    """Results that have come, until it is their turn.
+
+    Called by one thread at a time, but for `waiting_before`.
 
     Attributes:
         measures: Whether results are measured.
@@ -201,9 +150,9 @@ class ReorderBuffer:
         self.tickets: dict[int, Ticket] = {}
         # In the order of their arrival.
         self._results: dict[int, ItemTuple | Empty | Failure] = {}
-        # Numbers of the tasks in `_results` that have no result: empty ones, and failures. A dict,
-        # as a number is removed from it without a call.
-        self._without: dict[int, None] = {}
+        # Held while these two change, and by another thread that counts them. It is reentrant, as
+        # the garbage collector may run code of the user there, which asks as well.
+        self._lock = threading.RLock()
         self._skipped: dict[int, deque[Failure]] = {}
 
     def waiting_before(self, end: int | None, arriving: int) -> int:
@@ -215,8 +164,8 @@ class ReorderBuffer:
                 known, so they count for as many of these tasks as have no result.
         """
         end = _ALL if end is None else end
-        # A list is made in one step: another thread may ask while the loop takes results.
-        results, tickets = list(self._results.items()), list(self.tickets)
+        with self._lock:
+            results, tickets = list(self._results.items()), list(self.tickets)
         before = {number for number, _ in results if number < end}
         missing = sum(number < end and number not in before for number in tickets)
         there = sum(number < end and isinstance(result, tuple) for number, result in results)
@@ -232,13 +181,17 @@ class ReorderBuffer:
         return [number for number in self.tickets if number not in self._results]
 
     def pass_over(self, failure: Failure) -> None:
-        """Forget a skipped error that `peek` has returned; again does nothing."""
+        """Forget a skipped error that `peek` has returned. Idempotent."""
         errors = self._skipped.get(failure.number, deque())
         if errors and errors[0] is failure:
-            del errors[0]
-        # It may stay empty after an exception here; then items are taken one by one.
+            errors.popleft()
         if not errors:
             self._skipped.pop(failure.number, None)
+
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        """Note tasks that are submitted."""
+        with self._lock:
+            self.tickets.update((ticket.number, ticket) for ticket in tickets)
 
     def put(self, message: ItemTuple | Empty | Failure) -> None:
         """Keep what came of a task, unless it is known already."""
@@ -255,29 +208,11 @@ class ReorderBuffer:
         if isinstance(message, Failure) and message.skipped:
             self._skipped.setdefault(number, deque()).append(message)
         else:
-            if not isinstance(message, tuple):
-                self._without[number] = None
-            self._results[number] = message
+            with self._lock:
+                self._results[number] = message
             if self.measures and isinstance(message, tuple):
                 # Never 0, which means that no result has come yet.
                 self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
-
-    def put_all(self, arrived: deque[Any]) -> None:
-        """Keep what came of some tasks, and remove it from where it arrived."""
-        is_plain = not self.measures and set(map(type, arrived)) == {tuple}
-        if is_plain and not any(map(_is_none, map(_value_of, arrived))):
-            tickets, results = self.tickets, self._results
-            items = cast("deque[ItemTuple]", arrived)
-            known = dict(zip(map(_number_of_item, items), items, strict=True))
-            if not known.keys() <= tickets.keys():
-                known = {number: item for number, item in known.items() if number in tickets}
-            if not results.keys().isdisjoint(known.keys()):
-                known = {number: item for number, item in known.items() if number not in results}
-            results.update(known)
-            arrived.clear()
-        while arrived:
-            self.put(arrived[0])
-            arrived.popleft()
 
     def forget_skipped(self, number: int) -> None:
         """Forget the skipped errors of a task that will run again."""
@@ -285,8 +220,8 @@ class ReorderBuffer:
 
     def fail(self, number: int, failure: Failure) -> None:
         """Put a failure in the place of a task, also of one that has no ticket."""
-        self._without[number] = None
-        self._results[number] = failure
+        with self._lock:
+            self._results[number] = failure
 
     def peek(self, order: TaskOrder) -> Failure | bool:
         """Return the failure that is next; or whether there is news.
@@ -303,83 +238,41 @@ class ReorderBuffer:
                     return failure
                 case tuple():
                     return True
-            # In one step.
-            order.taken[number] = None
-            del self._results[number]
-            del self._without[number]
-            del self.tickets[number]
+            self._remove(number)
+            order.take(number, has_item=False)
             found = True
         return found
 
-    def items(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
-        """Take items as long as they are next: at most so many.
-
-        To be read by something written in C, as `Inbox.items`.
-        """
-        if order.taken:
-            order.advance()
-        if not order.ordered or most == 1 or self._without or self._skipped:
-            return self._one_by_one(order, most)
-        first, results = order.next, cast("dict[int, ItemTuple]", self._results)
-        if order.end is not None:
-            most = min(most, order.end - first)
-        numbers = list(islice(results, most))
-        last = first + len(numbers) - 1
-        # As a rule all came in order. To compare them is quicker than to look for each of them.
-        is_whole = numbers[:1] + numbers[-1:] == [first, last]
-        if not is_whole or numbers != list(range(first, last + 1)):
-            numbers = list(takewhile(results.__contains__, range(first, first + most)))
-        there = len(numbers)
-        after = (first + there, order.items + there)
-        # What is written behind the items yields nothing.
-        return chain(
-            map(results.pop, numbers),
-            filter(None, map(_forget, map(self.tickets.pop, numbers))),
-            filter(None, map(setattr, (order, order), _NAMES, after)),
-        )
-
-    def _one_by_one(self, order: TaskOrder, most: int) -> Iterator[ItemTuple]:
-        taken, log, results, tickets = order.taken, order.log, self._results, self.tickets
-        code_of, text = log.code_of, log.text
-        for _ in range(most):
+    def take(self, order: TaskOrder, most: int) -> list[ItemTuple]:
+        """Take results as long as they are next: at most so many."""
+        taken: list[ItemTuple] = []
+        while len(taken) < most:
             number = self.ready(order)
             if number is None or self._skipped.get(number):
-                return
-            result = results[number]
+                break
+            result = self._results[number]
             if not isinstance(result, tuple):
-                return
-            code = code_of(number - log.last)
-            # In one step, to the yield.
-            taken[number] = None
-            order.items += 1
-            text += code
-            log.last = number
-            del results[number]
-            del tickets[number]
-            yield result
+                break
+            self._remove(number)
+            order.take(number)
+            taken.append(result)
+        return taken
+
+    def _remove(self, number: int) -> None:
+        with self._lock:
+            del self._results[number]
+            del self.tickets[number]
 
     def ready(self, order: TaskOrder) -> int | None:
         """Return the number of the result that is next, an error too, if it is there."""
         end = order.end
         if order.ordered:
-            if order.taken:
-                order.advance()
             number = order.next
             return number if number in self._results and number != end else None
-        if order.replay or len(order.taken) >= order.allowance:
-            only = order.only()
-            if only is not None:
-                return only if only in self._results else self._empty(order)
         results = self._results if end is None else [n for n in self._results if n < end]
         # A failure without a ticket is the reader's: it comes after all that was read.
         with_ticket = (number for number in results if number in self.tickets)
         return next(with_ticket, None if self.tickets else next(iter(results), None))
-
-    def _empty(self, order: TaskOrder) -> int | None:
-        """Return the number of an empty result that has no place in the order to be replayed."""
-        end = _ALL if order.end is None else order.end
-        empty = (n for n in self._without if isinstance(self._results[n], Empty) and n < end)
-        return next(empty, None) if order.replay else None
 
 
 # Tickets that are assigned to a worker in turn and not done: its channel always has room for them.
@@ -450,9 +343,6 @@ class TaskSchedule(Generic[W]):
         self._bunch = bunch
         self.results = ReorderBuffer(measure)
         self._in_turn = in_turn
-        self._arrived: deque[ItemTuple | End | Failure | Empty] = deque()
-        # Not used: the reorder buffer and the order know which results were taken.
-        self._taken = AsTheyCome({})
         # Numbers of tasks, and their packed tickets, that wait for the worker whose turn they are.
         self._unsent: deque[tuple[int, Any]] = deque()
         # Number of the last task.
@@ -487,7 +377,7 @@ class TaskSchedule(Generic[W]):
             return
         packed = self.dispatch.pack(tickets)
         numbers = list(map(_number_of, tickets))
-        self.results.tickets.update(zip(numbers, tickets, strict=True))
+        self.results.add(tickets)
         self._last = numbers[-1]
         self._offer(numbers, packed)
 
@@ -510,14 +400,12 @@ class TaskSchedule(Generic[W]):
         waiting = {number for number, _ in unsent}
         out = Counter(self._place(n) for n in self.results.undone() if n not in waiting)
         living = {w.index: w for w in self._workers if w.state not in HAS_ENDED}
-        # A signal handler's exception between two steps would have a task run twice.
-        with interrupts.held():
-            for number, packed in list(unsent):
-                place = self._place(number)
-                if place in living and out[place] < _MOST_ASSIGNED:
-                    out[place] += 1
-                    self.dispatch.assign(living[place], number, packed)
-                    unsent.remove((number, packed))
+        for number, packed in list(unsent):
+            place = self._place(number)
+            if place in living and out[place] < _MOST_ASSIGNED:
+                out[place] += 1
+                self.dispatch.assign(living[place], number, packed)
+                unsent.remove((number, packed))
 
     def _place(self, number: int) -> int | None:
         """Return the index of the worker whose turn a task is; None if the loop has the result."""
@@ -557,30 +445,28 @@ class TaskSchedule(Generic[W]):
         if found or order.done:
             return True
         # Any message may let a worker have its next ticket, and the size of any result is of use.
-        # So is any result of a replay, in which more tasks may be out than there is room for.
-        is_any = self._unsent or self.results.measures or order.replay
+        is_any = self._unsent or self.results.measures
         self.dispatch.awaited = None if is_any else order.only()
         return False
 
     def _collect(self) -> W | None:
         """Put all that has come in the reorder buffer; return a worker whose end is new."""
-        arrived, ended = self._arrived, None
+        ended = None
         for worker in self._workers:
             inbox = worker.inbox
             while (message := inbox.head()) is not False:
                 if message is True:
-                    arrived.extend(inbox.items(_ALL, self._taken))
+                    for item in inbox.take(_ALL):
+                        self.results.put(item)
                 else:
-                    arrived.append(message)
-                    # An exception before this repeats the step, without harm.
+                    assert not isinstance(message, End), "the workers do tasks"
+                    self.results.put(message)
                     inbox.remove(message)
             inbox.acknowledge()
             # Only now, as `head` may find out that a worker has ended. What a thread or an actor
             # has sent since then comes first.
             if worker.state is not _RUNNING and self._is_over(worker):
                 ended = worker
-        if arrived:
-            self.results.put_all(arrived)
         return ended
 
     def _is_over(self, worker: W) -> bool:
@@ -608,9 +494,9 @@ class TaskSchedule(Generic[W]):
         elements = ", ".join(map(str, ticket.indices))
         return f"{text} (element{'' if len(ticket.indices) == 1 else 's'} {elements})"
 
-    def take(self, order: TaskOrder) -> Iterator[ItemTuple]:
+    def take(self, order: TaskOrder) -> list[ItemTuple]:
         """Take the results that are next and are there."""
-        return self.results.items(order, self._bunch)
+        return self.results.take(order, self._bunch)
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a failure that `next_step` has returned, if it is skipped."""
@@ -659,9 +545,7 @@ class TaskSchedule(Generic[W]):
         lost = self._lost() + self._unsent_of(dead)
         self._reported.add(dead)
         is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
-        order, lost = self._order, self.results.undone() if is_alone else lost
-        assert order is not None, "the loop waits"
-        number = order.first_of(lost, self._last + 1)
+        number = min(self.results.undone() if is_alone else lost, default=self._last + 1)
         # By this number it is replaced once it was raised: its traceback keeps the loop alive.
         self.results.fail(number, dataclasses.replace(failure, number=number))
         return None

@@ -196,7 +196,7 @@ class Trace:
             self._report_end()
 
     def take(self, ready: Sequence[ItemTuple]) -> None:
-        """Record that the loop is about to take the first of these items; again is harmless."""
+        """Record that the loop is about to take the first of these items. Idempotent."""
         at = _now()
         # Another thread may take it first.
         with self._lock, contextlib.suppress(IndexError):

@@ -1,4 +1,4 @@
-"""The command line: `enqueuer demo`, `pack`, `inspect`, `bench` and `report`.
+"""The command line: `enqueuer demo`, `pack` and `inspect`.
 
 Each command has a parser and a function that prints; other modules do the work. Results go to
 standard output, progress and errors to standard error. Exit codes: 0 done, 1 failed, 2 wrong
@@ -35,7 +35,6 @@ _SHELL_OPTIONS = {
     "merge=True": "--merge",
     "shards=": "--shards ",
     "random_seed ": "--seed ",
-    "allow_outside=False": "--refuse-outside",
 }
 # Shells report a death by a signal by these numbers.
 _INTERRUPTED = 128 + signal.SIGINT

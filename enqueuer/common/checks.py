@@ -57,6 +57,8 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
         "shuffle=True to OrderedEnqueuer, or shuffle_buffer=... to GeneratorEnqueuer",
     ),
     "pin_memory": ("pin_memory=... to TorchLoader, or use CudaDataLoader",),
+    "pickle_safe": ("use_multiprocessing=True",),
+    "wait_time": ("nothing: no thread polls",),
     "persistent_workers": ("nothing: the workers stay from start() to stop()",),
 }
 
@@ -158,15 +160,6 @@ def function(name: str, value: object, of: str) -> None:
     """Raise TypeError unless a value is None or can be called."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function {of} or None, got {value!r}")
-
-
-def either(name: str, value: T | None, old_name: str, old: T | None) -> T | None:
-    """Return an argument that was given by its name or its old name; raise TypeError if by both."""
-    if old is None:
-        return value
-    if value is not None:
-        raise TypeError(f"{old_name} is the old name of {name}; give one of them")
-    return old
 
 
 def optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | None]:

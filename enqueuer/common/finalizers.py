@@ -91,7 +91,7 @@ class Finalizer:
         """Call the function, unless it has returned or is being called."""
         call = object()
         try:
-            # One step claims the call, and it is inside the block, so no claim is left over.
+            # Only one thread claims the call, and inside the block, so that no claim is left over.
             if self in pending and self._current.setdefault("call", call) is call:
                 self._calls += 1
                 self._function(*self._args)

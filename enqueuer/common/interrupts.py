@@ -1,4 +1,4 @@
-"""Delaying signal handlers while a step must complete.
+"""Delaying signal handlers while a step must complete: the one mechanism against interrupts.
 
 Python runs signal handlers in the main thread, between two bytecodes of the running code. A
 handler that raises (Ctrl-C, an alarm, a test's time limit) can end a step anywhere: between
@@ -10,9 +10,9 @@ another thread of the process takes them, and the handler still runs in the main
                                      handlers run: noted ones,                     noted ones
                                      and new ones at once                          are called
 
-A step in any other thread needs no protection: no handler runs there. What is done for each batch
-has none, as this takes longer than to pass a batch. The design page says by which two rules it is
-safe nevertheless.
+The start, the end and the change of workers, and the taking of their items, run within `held()`
+(see `enqueuers/run.py`); what may take long, such as a wait or code of the user, is
+`interruptible` there. A step in any other thread needs no protection: no handler runs there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import os
 import signal
 import sys
 import threading
+import time
 
-# That of `signal` makes an enum of each result. All signals are asked for in each `held()`.
-from _signal import getsignal  # type: ignore[import-not-found]  # typeshed lacks it
+# Those of `signal` make enums of their results, and take ten times as long.
+from _signal import getsignal, siginterrupt  # type: ignore[import-not-found]  # typeshed lacks it
+from _signal import signal as set_handler
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
-
-from enqueuer.common.catching import is_main_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,8 +39,8 @@ Handler = Callable[[int, "FrameType | None"], Any]
 
 _SIGNALS = tuple(range(1, signal.NSIG))
 
-# Python has no getter for what `signal.siginterrupt` sets.
-sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if sys.platform == "linux" else None
+# Python has no getter for what `signal.siginterrupt` sets. `CDLL` would release the GIL each time.
+sigaction = getattr(ctypes.PyDLL(None), "sigaction", None) if sys.platform == "linux" else None
 _SA_RESTART = 0x10000000
 
 
@@ -57,6 +57,10 @@ class _SigAction(ctypes.Structure):
 
 # Only the main thread changes these.
 is_held = False
+# The exception of a handler that ended an `interruptible` call of the present `held()` block, and
+# whether it struck the code that was called.
+_raised: BaseException | None = None
+_was_inside = False
 # All handlers that `_note` has ever replaced.
 _handlers: dict[int, Handler] = {}
 # Handlers that are still to be called, the earliest first.
@@ -65,13 +69,18 @@ noted: dict[int, Handler] = {}
 _restarting: set[int] = set()
 
 
+def is_main_thread() -> bool:
+    """Return whether this is the thread in which Python runs signal handlers."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Call signal handlers only after the block: one call for each kind of signal that came.
 
     Blocks may be nested: the outermost one counts. Outside the main thread it does nothing.
     """
-    global is_held
+    global is_held, _raised
     if is_held or not is_main_thread():
         yield
         return
@@ -89,13 +98,18 @@ def held() -> Iterator[None]:
             _put_handlers_back()
             raise
         finally:
-            _call_noted()
+            try:
+                _call_noted()
+            finally:
+                # Its traceback would keep what it refers to.
+                _raised = None
 
 
 def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `wait` inside a `held()` block as if there were none: handlers may raise out of it.
 
-    Use it for a wait that may take long, where an exception may leave the block.
+    Use it for a wait that may take long, and for code of the user, where an exception may leave
+    the block. `is_of_handler` tells such an exception from one that `wait` itself has raised.
     """
     global is_held
     if not is_held or not is_main_thread():
@@ -112,20 +126,48 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
             is_held = True
 
 
+def is_of_handler(error: BaseException, inside: bool = False) -> bool:
+    """Return whether a signal handler has raised this in an `interruptible` call, not its code.
+
+    Args:
+        error: The exception.
+        inside: Whether it must have struck while that code ran, and not before or after it.
+    """
+    return error is _raised and is_main_thread() and (_was_inside or not inside)
+
+
 @contextlib.contextmanager
-def taken(lock: threading.RLock) -> Iterator[None]:
-    """Take a lock inside a `held()` block; a signal handler may end the wait for it."""
-    while not lock.acquire(blocking=False):
-        interruptible(_wait_for, lock)
+def taken(lock: threading.RLock, timeout: float = -1) -> Iterator[bool]:
+    """Take a lock inside a `held()` block; a signal handler may end the wait for it.
+
+    Args:
+        lock: The lock.
+        timeout: Seconds to wait at most; -1, the default: without a limit.
+
+    Yields:
+        Whether it was taken in time.
+    """
+    is_taken, end = lock.acquire(blocking=False), time.monotonic() + timeout
+    while not is_taken and (timeout < 0 or time.monotonic() < end):
+        try:
+            left = -1 if timeout < 0 else max(0.0, end - time.monotonic())
+            interruptible(lock.acquire, timeout=left)
+        finally:
+            # A handler may have struck before it was acquired, or after.
+            with contextlib.suppress(RuntimeError):
+                lock.release()
+        is_taken = lock.acquire(blocking=False)
     try:
-        yield
+        yield is_taken
     finally:
-        lock.release()
+        if is_taken:
+            lock.release()
 
 
-def _wait_for(lock: threading.RLock) -> None:
-    with lock:
-        pass
+def handler_of(number: int) -> Any:
+    """Return the handler of a signal that the user has set, also inside a `held()` block."""
+    handler = signal.getsignal(number)
+    return _handlers[number] if handler is _note else handler
 
 
 def check() -> None:
@@ -139,32 +181,41 @@ def _note(number: int, frame: FrameType | None) -> None:
     if is_held:
         noted[number] = _handlers[number]
     else:
-        _handlers[number](number, frame)
+        _call(_handlers[number], number, frame)
+
+
+def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
+    global _raised, _was_inside
+    try:
+        handler(number, frame)
+    except BaseException as error:
+        # Python tells a handler which frame it has struck.
+        _raised, _was_inside = error, frame is not None and frame.f_globals is not globals()
+        raise
 
 
 def _replace_handlers() -> None:
-    for number in _SIGNALS:
-        handler = getsignal(number)
+    for number, handler in enumerate(map(getsignal, _SIGNALS), 1):
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
             if restarts(number):
                 _restarting.add(number)
             # ValueError: the interpreter takes another thread for the main thread.
             with contextlib.suppress(ValueError):
-                signal.signal(number, _note)
+                set_handler(number, _note)
                 if number in _restarting:
-                    signal.siginterrupt(number, False)
+                    siginterrupt(number, False)
 
 
 def _put_handlers_back() -> None:
     # A list, as a handler may call `held()` meanwhile.
     for number, handler in list(_handlers.items()):
         if getsignal(number) is _note:
-            signal.signal(number, handler)
+            set_handler(number, handler)
         if number in _restarting:
-            # Otherwise the user has set another one.
+            # Unless the user has set another handler.
             if getsignal(number) is handler:
-                signal.siginterrupt(number, False)
+                siginterrupt(number, False)
             _restarting.discard(number)
 
 
@@ -181,7 +232,7 @@ def _call_noted() -> None:
         number = next(iter(noted))
         handler = noted.pop(number)
         try:
-            handler(number, sys._getframe())
+            _call(handler, number, sys._getframe())
         finally:
             _call_noted()
 

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.trees import attributes_of
 
 # Smaller buffers are cheaper inside the pickle of an item than beside it.
@@ -144,7 +143,7 @@ def _whole_bytes(part: Any) -> int | None:
     """Return the bytes of an array or an image; None for an object with parts."""
     try:
         nbytes = part.nbytes
-    except raised_here(Exception):
+    except Exception:
         # A sparse tensor has none, and raises an error of its own.
         return _pixels(part)
     return nbytes if isinstance(nbytes, int) and not _holds_objects(part) else None

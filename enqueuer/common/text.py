@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from enqueuer.common.catching import raised_here
-
 
 def size(count: float) -> str:
     """Return bytes with a unit.
@@ -75,7 +73,9 @@ def str_of(value: object, form: Callable[[object], str] = str) -> str:
     """
     try:
         return form(value)
-    except raised_here(BaseException):
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return "(its text is not available)"
 
 

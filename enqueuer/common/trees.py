@@ -22,8 +22,6 @@ from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from enqueuer.common.catching import raised_here
-
 
 def members_of(nest: object) -> Mapping[Any, Any] | None:
     """Return the members of a container by key, index or field name; None of a leaf.
@@ -133,7 +131,7 @@ def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[An
     kind: Any = type(mapping)
     try:
         rebuilt = kind(items)
-    except raised_here(Exception):
+    except Exception:
         # An archive that numpy has opened, for example, cannot be made from a dict.
         return items
     return rebuilt if isinstance(rebuilt, Mapping) else items

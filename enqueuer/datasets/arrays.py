@@ -15,6 +15,8 @@ import operator
 import os
 import pprint
 import sys
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -22,14 +24,15 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.common.trees import tree_map
-from enqueuer.datasets.epochs import EpochBatches, fingerprint_of_epochs, take_rows
+from enqueuer.datasets.epochs import ShardBatches, take_rows
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import fingerprint_of, shortened
+from enqueuer.workers.tasks import permutation, steps_in
 
 
 @checks.tells_options
-class ArraySource(EpochBatches[Any]):
+class ArraySource:
     """The rows of arrays: a generator function of a shard, and a sequence.
 
     For `GeneratorEnqueuer` it yields batches. With `shuffle`, each epoch is one permutation of all
@@ -92,8 +95,42 @@ class ArraySource(EpochBatches[Any]):
         if len(counts) > 1:
             raise ValueError(f"the arrays must have equally many rows, got {sorted(counts)}")
         (self._count,) = counts
-        others = {"drop_last": bool(drop_last)}
-        super().__init__("rows", self._count, batch_size, shuffle, drop_last, others)
+        size = checks.positive("batch_size", batch_size)
+        if drop_last and self._count < size:
+            raise ValueError(
+                f"{self._count} rows do not fill a batch of {size}, and drop_last is True"
+            )
+        self._order = _Order(self._count, bool(shuffle))
+        # Values on which a position depends.
+        self._identity = {
+            "rows": self._count,
+            "batch_size": size,
+            "shuffle": bool(shuffle),
+            "drop_last": bool(drop_last),
+        }
+
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
+        """Return an iterator over the batches of a shard from one on; it has a `state_dict`.
+
+        Raises:
+            ValueError: There are fewer batches than shards, and `drop_last` is True.
+        """
+        size, drop_last = self._identity["batch_size"], bool(self._identity["drop_last"])
+        steps = steps_in(self._count, size, drop_last)
+        if drop_last:
+            if steps < shard.count:
+                raise ValueError(
+                    f"{steps} batches cannot be divided evenly over {shard.count} shards, and "
+                    "drop_last is True; give fewer shards, or a smaller batch_size"
+                )
+            steps -= steps % shard.count
+
+        def begin(at: int) -> Generator[Any]:
+            indices = self._order.of(shard)
+            for step in range(shard.index, steps, shard.count)[at:]:
+                yield self._batch(indices[step * size : (step + 1) * size])
+
+        return ShardBatches(begin, self._identity, first=first_item)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -115,21 +152,51 @@ class ArraySource(EpochBatches[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arrays": None}
 
+    def __repr__(self) -> str:
+        return f"<ArraySource of {self._count} rows, {self._identity['batch_size']} a batch>"
+
     def _opened(self) -> Any:
         """Return the arrays, which this process maps when it needs them first."""
         if self._arrays is None:
             self._arrays = tree_map(_mapped, self._places)
         return self._arrays
 
-    def _batch(self, indices: range | np.ndarray, shard: Shard) -> Any:
+    def _batch(self, indices: range | np.ndarray) -> Any:
         return tree_map(lambda array: take_rows(array, indices), self._opened())
+
+
+@dataclass
+class _Order:
+    """The order of each epoch.
+
+    `pack` compares plain attributes of a source from run to run. This one is not plain: its values
+    are in the identity, and the order that is kept is another in each epoch.
+    """
+
+    count: int
+    shuffle: bool
+    kept: tuple[tuple[int, int], np.ndarray] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "kept": None}
+
+    def of(self, shard: Shard) -> range | np.ndarray:
+        if not self.shuffle:
+            return range(self.count)
+        epoch = shard.random_seed, shard.epoch
+        # The shards of a worker share the order of an epoch.
+        kept = self.kept
+        if kept is None or kept[0] != epoch:
+            kept = self.kept = epoch, permutation(self.count, *epoch)
+        return kept[1]
 
 
 @fingerprint_of.register
 def _fingerprint_of(source: ArraySource) -> dict[str, Any]:
     kinds = tree_map(lambda array: f"{array.dtype}{[*array.shape[1:]]}", source._opened())
     # The keys of a dict are sorted, as their order changes no batch.
-    return fingerprint_of_epochs(source, arrays=shortened(pprint.pformat(kinds, width=sys.maxsize)))
+    arrays = shortened(pprint.pformat(kinds, width=sys.maxsize))
+    return {"name": type(source).__qualname__, **source._identity, "arrays": arrays}
 
 
 # An array, or a function that maps a file: its first argument is the path.

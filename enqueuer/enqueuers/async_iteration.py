@@ -39,8 +39,11 @@ class Notifier:
         with self._lock:
             watch = self._ended
             if watch is None or watch.done():
-                watch, self._ended = _started(watcher), _running()
-                watch.add_done_callback(functools.partial(_end, self._ended))
+                ended: Future[None] = _running()
+                watch = _started(watcher)
+                watch.add_done_callback(functools.partial(_end, ended))
+                # Last, as an exception of a signal handler may strike before: nothing would end it.
+                self._ended = ended
         await asyncio.wrap_future(watch)
 
 

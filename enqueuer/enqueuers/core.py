@@ -16,18 +16,16 @@ import dataclasses
 import functools
 import itertools
 import logging
-import operator
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.load import Backend
-from enqueuer.backends.order_log import numbers_in
-from enqueuer.backends.stall import warn
+from enqueuer.backends.stall import DeadlineExpired, warn
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import finalizers, interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
@@ -36,7 +34,7 @@ from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, Locks, OwnedBackends, Run, State, next_workers
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import Closed, EnqueuerWarning, InvalidState, StateMismatch
+from enqueuer.errors import Closed, EnqueuerWarning, InvalidState
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace_file import path_of_part
@@ -156,7 +154,7 @@ class Core:
     # --- life cycle ---
 
     def check_idle(self, call: str) -> None:
-        """Raise InvalidState unless there are no workers. State lock held.
+        """Raise InvalidState unless there are no workers. State lock held, or the other one.
 
         Args:
             call: Method that was called, for the message.
@@ -168,40 +166,44 @@ class Core:
                 f"{call} was called, but the enqueuer is running already; call stop() first"
             )
 
+    def check_outside(self, call: str) -> None:
+        """Raise InvalidState in code that runs while its thread waits for a batch.
+
+        To be called before the state lock is taken: a thread that changes the workers has it, and
+        waits until this one, which would wait for it, is outside.
+
+        Args:
+            call: Method that was called, for the message.
+        """
+        if self.locks.is_reading:
+            self.check_idle(call)
+            raise InvalidState(f"{call} was called by code that runs within a call of the enqueuer")
+
     def start(self, options: Options) -> None:
         """Start the workers, with these options from now on; see `BaseEnqueuer.start`."""
-        try:
-            with self.locks.state_lock:
-                self.check_idle("start()")
-                self.workload.check_seed()
-                replay = self.workload.orders_to_replay()
-                workers = next_workers(self.run, options)
-                # A stop() may not have been completed.
-                self.owned.stop(STOP_S)
-                # The lock defers what a signal handler asks for until all workers are started.
-                with interrupts.held(), interrupts.taken(self.locks.lock):
-                    self._start(options, workers, replay)
-        finally:
-            self.locks.make()
+        self.check_outside("start()")
+        with interrupts.held(), interrupts.taken(self.locks.state_lock):
+            self.check_idle("start()")
+            self.workload.check_seed()
+            workers = next_workers(self.run, options)
+            # A stop() may not have been completed.
+            self.owned.stop(STOP_S)
+            # A stop() that is asked for meanwhile waits until all workers are started.
+            with self.locks.reading():
+                self._start(options, workers)
 
-    def _start(self, options: Options, workers: int, replay: Mapping[int, Sequence[int]]) -> None:
+    def _start(self, options: Options, workers: int) -> None:
         """Start the workers, or leave all as it was. Both locks held."""
         workload, saved, before = self.workload, self.saved, (self.reader, self.options)
         first = saved.epoch if saved.is_loaded else Epoch(0)
-        if first.number in replay:
-            _check_followed(first, replay[first.number])
         self._is_starting = True
         try:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
             run = Run(options, workers, self.owned, self.locks, self.timeline, saved)
-            run.replay = replay
             _started.add(self)
-            # The workers must know the turns with which it begins.
-            has_turns = not isinstance(options.ordered, bool)
-            job = workload.job(workers, first)
-            run.backend = run.start_backend(job, None if has_turns else first)
+            run.backend = run.start_backend(workload.job(workers, first), first)
             scaling = Scaling(run, workload) if options.is_auto else None
             self.reader = EpochReader(run, workload, first, scaling)
             for callback in self.callbacks:
@@ -223,23 +225,20 @@ class Core:
 
     def stop(self, seconds: float) -> None:
         """End the workers; see `BaseEnqueuer.stop`."""
-        if not self.owned.are_running or self._defers(functools.partial(self.stop, seconds)):
+        if not self.owned.are_running:
             return
-        final = None
-        try:
-            # Before the workers exit, as these answer.
-            final = self._last_stats()
-        finally:
-            self._stop(seconds, final)
-        self.locks.make()
-
-    def _defers(self, call: Callable[[], None]) -> bool:
-        """Return whether a call must wait for the consumer that it interrupts, and wake that."""
-        if not self.locks.defer(call):
-            return False
-        if self.run is not None:
-            self.run.backend.wake()
-        return True
+        if self.locks.defer_stop(functools.partial(self.stop, seconds)):
+            # This ends the wait of this thread.
+            if self.run is not None:
+                self.run.close()
+            return
+        with interrupts.held():
+            final = None
+            try:
+                # Before the workers exit, as these answer.
+                final = self._last_stats()
+            finally:
+                self._stop(seconds, final)
 
     def _last_stats(self) -> Stats | None:
         """Return the statistics of a run that is about to end, and record its bottleneck."""
@@ -250,27 +249,20 @@ class Core:
             return None
         if self.timeline is not None and not self.is_idle:
             bottleneck = final.bottleneck()
-            about = {
-                "kind": bottleneck.kind,
-                "text": str(bottleneck),
-                "items": final.items,
-                "waiting_us": int(1e6 * final.waiting_s),
-                "working_us": int(1e6 * final.working_s),
-            }
+            about = {"kind": bottleneck.kind, "text": str(bottleneck)}
             self.timeline.instant("bottleneck", about)
         return final
 
     def _stop(self, seconds: float, final: Stats | None) -> None:
-        with interrupts.held():
-            if (run := self.run) is not None:
-                # This wakes the consumer, which then releases its lock.
-                run.close()
-            with interrupts.taken(self.locks.state_lock):
-                try:
-                    if self.run is not None:
-                        self._end_run(self.run, seconds, final)
-                finally:
-                    self.owned.stop(seconds)
+        if (run := self.run) is not None:
+            # This wakes the consumer, which then releases its lock.
+            run.close()
+        with interrupts.taken(self.locks.state_lock):
+            try:
+                if self.run is not None:
+                    self._end_run(self.run, seconds, final)
+            finally:
+                self.owned.stop(seconds)
 
     def _end_run(self, run: Run, seconds: float, final: Stats | None) -> None:
         """Stop a run, and note where it ends. State lock held.
@@ -283,9 +275,8 @@ class Core:
         # Its backend may have just been replaced.
         run.close()
         run.successor = None
-        is_locked = lock.acquire(timeout=max(seconds, 0.1))
-        try:
-            if is_locked:
+        with interrupts.taken(lock, max(seconds, 0.1)) as is_taken:
+            if is_taken:
                 self.locks.changed.notify_all()
             if not self.is_idle:
                 try:
@@ -294,12 +285,9 @@ class Core:
                     # Only now, as the consumer may have begun the next epoch.
                     reader = self.reader
                     assert reader is not None, "a run goes on"
-                    self.saved = self.position(reader, reader.drop_ready())
+                    self.saved = reader.end(functools.partial(self.position, reader))
                 finally:
                     run.move(State.STOPPED)
-        finally:
-            if is_locked:
-                lock.release()
 
     def position(self, reader: EpochReader, ready: deque[ItemTuple]) -> SavedPosition:
         """Return where a run stands.
@@ -316,9 +304,13 @@ class Core:
 
     def reconfigure(self, workers: int) -> None:
         """Go on with another number of workers; see `BaseEnqueuer.reconfigure`."""
-        if self._defers(functools.partial(self.reconfigure, workers)):
-            return
-        with self.locks.state_lock, interrupts.held():
+        if self.locks.is_reading:
+            raise InvalidState(
+                "reconfigure() was called by code that runs while the same thread waits for a "
+                "batch, or starts the workers, such as a signal handler; call it between two "
+                "batches, or in another thread"
+            )
+        with interrupts.held(), interrupts.taken(self.locks.state_lock):
             run = self.run
             # Before the first start there are no data that should stay the same.
             if run is not None:
@@ -334,7 +326,6 @@ class Core:
             self.workload.options = dataclasses.replace(self.options, workers=workers)
             if run is not None and self.state is State.RUNNING:
                 run.end_replaced()
-        self.locks.make()
 
     def _pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock held."""
@@ -351,17 +342,19 @@ class Core:
             is_any: Whether any epoch may be over. If not, an epoch that another thread has begun
                 after `seen` is returned also if it is over.
         """
-        with self.locks.state_lock:
-            if self.state is State.NEW:
-                self.start(self.options)
+        # Code that runs within a call cannot start it, and must not wait for the lock.
+        if not self.locks.is_reading:
+            with interrupts.held(), interrupts.taken(self.locks.state_lock):
+                if self.state is State.NEW:
+                    self.start(self.options)
         self.check_started("iterate over it")
-        with self.locks.held():
+        with self.locks.reading():
             reader = self.started_reader("iterate over it")
             return self._begun(reader, retune=True) if is_any or seen is reader else reader
 
     def following(self, reader: EpochReader) -> EpochReader | None:
         """Begin the epoch after one; return None if there is none. For endless iterators."""
-        with self.locks.held():
+        with self.locks.reading():
             # An empty epoch would be followed by another one.
             if reader is self.reader and not reader.is_empty:
                 self._begun(reader)
@@ -374,11 +367,10 @@ class Core:
         run = reader.run
         while run.state is State.RUNNING and reader.is_over:
             try:
-                run.meter.go_on()
+                run.meter.epoch_began()
                 if retune:
                     reader.retune(is_over=True)
                 following = reader.following()
-                # Only now, so that an exception which strikes before has all of it done again.
                 self.reader = reader = following
                 reader.feed()
             except Closed:
@@ -408,15 +400,13 @@ class Core:
         run = self.run
         if run is None or not run.is_news:
             return
-        if not self.locks.lock.acquire(blocking=may_wait):
-            return
         try:
-            run.is_news = False
-            due = [callback for callback in self.callbacks if clock() >= callback.due_ns]
-            calls = [(callback, callback.news(self.stats())) for callback in due]
-        finally:
-            self.locks.lock.release()
-            self.locks.make()
+            with self.locks.reading(-1 if may_wait else 0):
+                run.is_news = False
+                due = [callback for callback in self.callbacks if clock() >= callback.due_ns]
+                calls = [(callback, callback.news(self.stats())) for callback in due]
+        except DeadlineExpired:
+            return
         for callback, stats in calls:
             try:
                 callback.function(stats)
@@ -430,7 +420,6 @@ class Core:
 
     def leave_to_parent(self) -> None:
         """Become an enqueuer without workers, in a child forked from the process that has them."""
-        # Otherwise it was stopped.
         if not self.owned.are_running:
             return
         if self.reader is not None:
@@ -441,21 +430,6 @@ class Core:
         inherited = self.owned.leave_to_parent()
         if self.run is not None:
             self.run.backend, self.run.successor = inherited, None
-
-
-def _check_followed(first: Epoch, order: Sequence[int]) -> None:
-    """Raise StateMismatch unless the first epoch has followed an order that is to be repeated."""
-    if first.log is None:
-        raise StateMismatch(
-            f"replay_order has the order of epoch {first.number}, but the state that was "
-            "loaded, a merged one perhaps, does not say how far this order was followed; "
-            "begin with another epoch, or leave replay_order out"
-        )
-    if any(map(operator.ne, numbers_in(first.log), order)):
-        raise StateMismatch(
-            f"the state that was loaded has another order of epoch {first.number} than "
-            "replay_order: give states of one run"
-        )
 
 
 _started: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -484,20 +458,12 @@ class Batches(Iterator[Batch]):
     def __init__(self, core: Core, reader: EpochReader, is_loop: bool = False) -> None:
         self._core = core
         self._reader = reader
-        self._ready = reader.ready
         self._turn = next(_turns) if is_loop else None
 
     def __next__(self) -> Batch:
-        while True:
-            ready = self._ready
-            if ready:
-                # What is ready is taken without the lock. CPython runs signal handlers, and lets
-                # other threads run, on entry to a function, after a call and after a jump, and
-                # here is none of these: `popleft` would be one, and the batch lost.
-                item = ready[0]
-                del ready[0]
-                return item[2]  # type: ignore[return-value]  # what the generator yielded
+        while (item := self._reader.take()) is None:
             self._wait()
+        return item[2]  # type: ignore[return-value]  # what the generator yielded
 
     def _wait(self) -> None:
         core, reader = self._core, self._reader
@@ -533,4 +499,4 @@ class Endless(Batches[Batch]):
             reader = self._core.following(self._reader)
             if reader is None:
                 raise
-            self._reader, self._ready = reader, reader.ready
+            self._reader = reader

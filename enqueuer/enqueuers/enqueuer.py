@@ -36,7 +36,7 @@ def comes_next(core: Core, epoch: int) -> bool:
     reader = core.reader
     if reader is None or core.is_idle:
         return core.saved.is_loaded and core.saved.epoch.number == epoch
-    with core.locks.held():
+    with core.locks.reading():
         return reader.is_over and reader.number + 1 == epoch
 
 
@@ -138,10 +138,6 @@ class BaseEnqueuer(Generic[Batch]):
         self,
         workers: int | Literal["auto"] | Auto | None = None,
         max_queue_size: int | None = None,
-        wait_time: float | None = None,
-        *,
-        nb_worker: int | None = None,
-        max_q_size: int | None = None,
     ) -> None:
         """Start the workers, which immediately begin to make batches of the first epoch.
 
@@ -150,13 +146,9 @@ class BaseEnqueuer(Generic[Batch]):
         Args:
             workers: As for the class, whose value is the default.
             max_queue_size: As for the class, whose value is the default.
-            wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
-            nb_worker: Old name of `workers`, in Keras until 2.0.5.
-            max_q_size: Old name of `max_queue_size`, in Keras until 2.0.5.
 
         Raises:
             InvalidState: The enqueuer is already running.
-            TypeError: An argument was given both by its old and by its new name.
             ValueError: With several ranks, the data depend on the seed, and no seed was given;
                 or an argument is out of its range.
             StartError: The workers could not be started, or Ray did not respond; no worker is
@@ -165,8 +157,6 @@ class BaseEnqueuer(Generic[Batch]):
                 to a Ray actor.
             FrameworkUnavailable: For `backend="ray"`, Ray is not installed or too old.
         """
-        workers = checks.either("workers", workers, "nb_worker", nb_worker)
-        max_queue_size = checks.either("max_queue_size", max_queue_size, "max_q_size", max_q_size)
         given = {"workers": workers, "max_queue_size": max_queue_size}
         changed: Any = {name: value for name, value in given.items() if value is not None}
         core = self._core
@@ -298,7 +288,7 @@ class BaseEnqueuer(Generic[Batch]):
             [9, 16, 25]
         """
         core = self._core
-        with core.locks.held():
+        with core.locks.reading():
             workload, saved, reader = core.workload, core.saved, core.reader
             if reader is not None and not core.is_idle:
                 saved = core.position(reader, reader.ready.copy())
@@ -325,6 +315,7 @@ class BaseEnqueuer(Generic[Batch]):
             StateMismatch: The state does not fit; the message names the value that differs.
         """
         core = self._core
+        core.check_outside("load_state_dict()")
         with core.locks.state_lock, checks.reading():
             core.check_idle("load_state_dict()")
             workload = core.workload
@@ -333,8 +324,8 @@ class BaseEnqueuer(Generic[Batch]):
                 if not is_given:
                     del fixed[name]
             position.check_format(state_dict, fixed["kind"])
-            may_skip = workload.options.on_error != "raise"
-            state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], may_skip)
+            in_step = workload.options.ordered and workload.options.on_error == "raise"
+            state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], in_step)
             saved = position.load(state, fixed, workload.fingerprint, strict)
             workload.adopt(state, saved.epoch, was_run=core.was_run)
             core.saved = saved
@@ -400,7 +391,7 @@ class BaseEnqueuer(Generic[Batch]):
         kind = bar_class(core.options.progress)
         if kind is None:
             return batches
-        with core.locks.held():
+        with core.locks.reading():
             done = reader.work.steps_done(len(reader.ready), reader.taken)
         # After a merge, what is left of the epoch was divided anew.
         total = core.workload.steps(reader.work.share)

@@ -1,6 +1,6 @@
 r"""One epoch as the loop reads it: wait for the workers, take what is ready, raise a failure.
 
-    backend.wait() --> schedule.take() --> ready --> the iterators, without the lock
+    backend.wait() --> schedule.take() --> ready --> take(), by any thread
            \-> a failure: skipped and counted, or kept to be raised when `ready` is empty
 
 The epoch after it may begin early, so that no worker is idle in between:
@@ -17,14 +17,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, warn
-from enqueuer.common import interrupts
+from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload
@@ -67,8 +68,8 @@ class EpochReader:
         before: The epoch before, of the same run, which is over; None for the first one.
 
     Attributes:
-        ready: Items that were taken from the workers and not given to the loop. Iterators take
-            from it without the lock.
+        ready: Items that were taken from the workers and not given to the loop. Any thread may
+            take from it; only the thread that has the lock of the run adds to it.
         failure: The failure that comes after these items; None if none does.
         is_over: Whether the loop has seen the end of the epoch.
         is_followed: Whether the option `epochs` says that another epoch is read.
@@ -96,6 +97,11 @@ class EpochReader:
         self.next_work: EpochWork | None = None
         self.number = number
         self.ready: deque[ItemTuple] = deque()
+        # Held for the moment in which an item is taken, by any thread. It is reentrant, as a signal
+        # handler may strike there and take one, too.
+        self._ready_lock = threading.RLock()
+        # Where the run was ended; None before that.
+        self._end: Epoch | None = None
         self.failure: Failure | None = None
         # Whether the epoch has ended, and whether the loop that waited last reads all epochs.
         self.is_over = self._goes_on = False
@@ -114,10 +120,7 @@ class EpochReader:
         run.failures.begin_epoch()
         if run.timeline is not None:
             run.timeline.begin(number)
-        begun = epoch if before is None else Epoch(number, work.starts)
-        if turns := work.order.first_turns():
-            begun = dataclasses.replace(begun, turns=turns)
-        run.backend.schedule.begin(begun)
+        run.backend.schedule.begin(epoch if before is None else Epoch(number, work.starts))
 
     def following(self) -> EpochReader:
         """Begin the epoch after this one, which is over."""
@@ -157,18 +160,14 @@ class EpochReader:
         Raises:
             StopIteration: The epoch is over, or the enqueuer was stopped.
         """
-        run, locks = self.run, self.run.locks
-        try:
-            with locks.lock:
-                self._goes_on = goes_on
-                self.is_next_wanted = goes_on or self.is_followed
-                if not self.has_item(None):
-                    raise StopIteration
-                if run.timeline is not None:
-                    run.timeline.take(self.ready)
-        finally:
-            if locks.calls:
-                locks.make()
+        run = self.run
+        with run.locks.reading():
+            self._goes_on = goes_on
+            self.is_next_wanted = goes_on or self.is_followed
+            if not self.has_item(None):
+                raise StopIteration
+            if run.timeline is not None:
+                run.timeline.take(self.ready)
 
     def wait_for_event_loop(self) -> None:
         """Wait until there is something to poll for; take nothing from `ready`. No lock.
@@ -176,7 +175,7 @@ class EpochReader:
         Called by a thread that waits on behalf of event loops. It does not keep the enqueuer
         alive: the end of a forgotten enqueuer wakes it.
         """
-        with self.run.locks.held():
+        with self.run.locks.reading():
             self.has_item(None, raises=False, ends=False)
 
     def poll(self) -> tuple[Any, ...]:
@@ -185,39 +184,38 @@ class EpochReader:
         Raises:
             StopAsyncIteration: The epoch is over.
         """
-        ready, run = self.ready, self.run
+        run = self.run
         while True:
             if run.timeline is not None:
-                run.timeline.take(ready)
-            if ready:
-                # No call and no jump, as in `Batches`.
-                item = ready[0]
-                del ready[0]
+                run.timeline.take(self.ready)
+            if (item := self.take()) is not None:
                 return (item[2],)
-            lock = run.locks.lock
-            if not lock.acquire(blocking=False):
-                return ()
             try:
-                is_known = run.state is State.STOPPED or self.knows_next()
-                if self.work.feed_runs_code and not is_known:
-                    return ()
-                if not self.has_item(time.monotonic()):
-                    raise StopAsyncIteration
+                with run.locks.reading(timeout=0):
+                    is_known = run.state is State.STOPPED or self.knows_next()
+                    if self.work.feed_runs_code and not is_known:
+                        return ()
+                    if not self.has_item(time.monotonic()):
+                        raise StopAsyncIteration
             except DeadlineExpired:
                 return ()
-            finally:
-                lock.release()
-                run.locks.make()
 
-    def drop_ready(self) -> deque[ItemTuple]:
-        """Take all that is ready away from the iterators, and return it. No lock needed."""
-        left, ready = deque[ItemTuple](), self.ready
-        # Iterators take items from the left, without the lock. From the right, so that what an
-        # iterator takes meanwhile comes before all that was dropped.
-        with contextlib.suppress(IndexError):
-            while True:
-                left.appendleft(ready.pop())
-        return left
+    def take(self) -> ItemTuple | None:
+        """Take the next item, if one is ready. No lock needed."""
+        with self._ready_lock:
+            return self.ready.popleft() if self.ready else None
+
+    def end(self, position: Callable[[deque[ItemTuple]], SavedPosition]) -> SavedPosition:
+        """Return the position of the end of the run, and give nothing behind it. No lock needed.
+
+        Args:
+            position: Function that returns the position before some items that are ready.
+        """
+        with self._ready_lock:
+            saved = position(self.ready.copy())
+            self.ready.clear()
+            self._end = saved.epoch
+        return saved
 
     def has_item(
         self,
@@ -228,8 +226,7 @@ class EpochReader:
     ) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
-        That is so at the end of the epoch, and if the enqueuer was stopped. If calls were deferred
-        it returns True, too; they are to be made before asking again.
+        That is so at the end of the epoch, and if the enqueuer was stopped.
 
         Args:
             deadline: When to give up, by `time.monotonic()`; None: never, and the number of workers
@@ -254,18 +251,7 @@ class EpochReader:
             raise DeadlineExpired("the thread waits for this batch itself")
         self._is_entered = True
         try:
-            run, items = self.run, None
-            backend = run.backend
-            # A trace records each wait, and `more` would not tell of it.
-            is_quick = takes and run.timeline is None and run.state is not State.STOPPED
-            if is_quick and not self.ready and self.failure is None:
-                items = backend.more(self._order, deadline is None)
-            if items is None:
-                has_more = self._wait_for_item(deadline, takes, ends)
-            else:
-                has_more = True
-                if self._keep(backend, items) and deadline is None:
-                    self.retune()
+            has_more = self._wait_for_item(deadline, takes, ends)
         finally:
             self._is_entered = False
             meter = self.run.meter
@@ -294,9 +280,6 @@ class EpochReader:
                     return False
                 continue
             except DeadlineExpired:
-                # It also ends for calls of a signal handler, which are made without the lock.
-                if run.locks.calls and (deadline is None or time.monotonic() < deadline):
-                    return True
                 if deadline is not None:
                     raise
                 is_late = True
@@ -328,7 +311,6 @@ class EpochReader:
         self._is_entered = False
         has_changed = self.run.wait_for_change()
         self._is_entered = True
-        # A signal handler may have called reconfigure() there, which completes the change.
         return has_changed or self.run.backend is not backend
 
     def _notice_end(self) -> bool:
@@ -336,11 +318,10 @@ class EpochReader:
         # The epoch is not over if another thread, or a signal handler, has taken what was ready.
         is_over = self._order.done and not self.ready and self.failure is None
         if is_over and not self.is_over:
-            self.run.meter.rest()
+            self.run.meter.epoch_ended()
             self.work.end()
             if not self.taken:
                 self._warn_of_nothing()
-        # Last, so that after an exception of a signal handler all of it is done again.
         self.is_over = is_over
         return is_over
 
@@ -382,7 +363,7 @@ class EpochReader:
         if self.next_work is None and work.may_be_followed:
             self.next_work = self._workload.begin(self.run, work.next_epoch(), work)
         if self.next_work is not None:
-            self.next_work.feed(is_early=True)
+            self.next_work.feed()
 
     def knows_next(self) -> bool:
         """Return whether an item, the failure or the end is what comes next."""
@@ -397,7 +378,6 @@ class EpochReader:
         run = self.run
         backend = run.backend
         if failure is None:
-            # Of the kind that the schedule wants.
             order: Any = self._order
             return not order.done and self._keep(backend, backend.schedule.take(order))
         if not run.failures.skips(failure, self.work.where, self.work.origin_of):
@@ -405,24 +385,27 @@ class EpochReader:
         backend.schedule.pass_over(failure)
         return False
 
-    def _keep(self, backend: Backend, items: Iterator[ItemTuple]) -> bool:
-        """Take items from the backend; return whether it is time for what `note` says."""
-        run, ready, is_time = self.run, self.ready, False
-        ready.extend(items)
-        count = len(ready)
+    def _keep(self, backend: Backend, items: Sequence[ItemTuple]) -> bool:
+        """Keep items of the backend; return whether it is time for what `note` says."""
+        # Another thread may take some as soon as they are ready.
+        run, count, order = self.run, len(items), self._order
+        with self._ready_lock:
+            # If stop() did not wait for this thread, most of them come again after its position.
+            if (end := self._end) is not None:
+                items = [one for one in items if order.is_before(one[0], one[1], end)]
+            self.ready.extend(items)
         # Of several items, those behind the first one still wait.
         if count == 1:
             backend.acknowledge()
-        meter = run.meter
-        meter.left -= count
-        # This happens every few milliseconds, or at each batch if these take longer.
-        if meter.left <= 0:
+        # Every few milliseconds, or at each batch if these take longer.
+        is_time = run.meter.count(count)
+        if is_time:
             # The batch that is about to be given does not wait.
-            meter.sample(self.waiting() - 1)
-            is_time = run.is_news = True
+            run.meter.sample(max(0, self.waiting() - 1))
+            run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:
-            for shard, _, value, _ in ready.copy():
+            for shard, _, value, _ in items:
                 if twins := first_items.saw(shard, value):
                     _warn_of_twins(*twins, first_items.takes_shard)
             if first_items.done:
@@ -435,7 +418,7 @@ class EpochReader:
         """Raise a failure, each time an exception of its own."""
         run = self.run
         run.move(State.FAILED)
-        run.meter.rest()
+        run.meter.epoch_ended()
         origin = functools.partial(self.work.origin_of, failure)
         error, next_error = run.failures.error_of(failure, self.work.where(failure), origin)
         kept = self.failure = dataclasses.replace(failure, error=next_error)
@@ -489,16 +472,11 @@ class EpochReader:
         run, order = self.run, self._order
         if self._is_entered or (tasks := run.backend.tasks) is None or not tasks.has_next_of(order):
             return
-        # Otherwise an exception of a signal handler could leave the lock taken.
-        with interrupts.held():
-            if run.locks.lock.acquire(blocking=False):
-                try:
-                    # Others may have taken over.
-                    tasks = run.backend.tasks
-                    if tasks is not None and run.state is State.RUNNING:
-                        tasks.poll(order)
-                finally:
-                    run.locks.lock.release()
+        with contextlib.suppress(DeadlineExpired), run.locks.reading(timeout=0):
+            # Another thread may have replaced the backend.
+            tasks = run.backend.tasks
+            if tasks is not None and run.state is State.RUNNING:
+                tasks.poll(order)
 
     # --- position ---
 
@@ -508,13 +486,11 @@ class EpochReader:
         Args:
             ready: Items that were taken and are still to be given.
         """
-        log = self._order.given(len(ready))
-        given = None if log is None else (self.number, log)
         if self.is_over:
-            return dataclasses.replace(self.work.next_epoch(), given=given)
+            return self.work.next_epoch()
         rest, beyond = self._order.rest(ready), self._order.beyond(ready)
         left_out = self.work.left_out(rest, beyond, len(ready))
-        return Epoch(self.number, rest, beyond, self.work.share, left_out, given)
+        return Epoch(self.number, rest, beyond, self.work.share, left_out)
 
     def error_count_at(self, position: Epoch) -> int:
         """Return the number of errors that were skipped before a position.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from enqueuer.common.catching import suppressed
 from enqueuer.common.text import str_of
 from enqueuer.errors import InvalidState, StateMismatch, WorkerError
 from enqueuer.workers import logs
@@ -329,7 +328,7 @@ class FailurePolicy:
         if failure.skipped:
             notes.append(f"{self.count + 1} errors are more than max_errors={self._max_errors}")
         # A class may forbid new attributes.
-        with suppressed(Exception):
+        with contextlib.suppress(Exception):
             # Python 3.10 has no add_note().
             shown.__notes__ = notes
             setattr(shown, ATTRIBUTE, origin)
@@ -343,7 +342,7 @@ class FailurePolicy:
         """
         # Not every class can be copied, and its methods may raise anything.
         for make in (copy.copy, _without_init):
-            with suppressed(BaseException):
+            with contextlib.suppress(BaseException):
                 twin = make(error)
                 if type(twin) is type(error) and str(twin) == str(error):
                     twin.__cause__, twin.__context__ = error.__cause__, error.__context__

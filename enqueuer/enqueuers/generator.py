@@ -38,7 +38,6 @@ class GeneratorOptions(EnqueuerOptions, total=False):
 
     shards: int | None
     shuffle_buffer: int | None
-    pickle_safe: bool | None
 
 
 class _YieldedOptions(GeneratorOptions, NoBatches, total=False):
@@ -62,7 +61,6 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             iterator, which one thread reads, and of which each forked process continues with
             its own copy.
         use_multiprocessing: Keras' name for `backend="process"`.
-        wait_time: Accepted for compatibility with Keras, without effect: nothing polls.
         random_seed: Non-negative int, from which the seeds of all shards derive. None, the
             default, draws one; the attribute `random_seed` has it. Give `shards`, too, or the
             batches depend on `workers`.
@@ -80,7 +78,6 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
             large arrays are stacked in shared memory.
         shuffle_buffer: Number of samples of each shard that wait in memory for their turn, which
             is drawn from the seed. None, the default: the order of the generator.
-        pickle_safe: Old name of `use_multiprocessing`, in Keras until 2.0.5.
         {options}
 
     Attributes:
@@ -107,7 +104,7 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self,
         generator: GeneratorLike[Batch],
         use_multiprocessing: bool = False,
-        wait_time: float | None = None,
+        *,
         random_seed: int | None = None,
         **options: Unpack[_YieldedOptions],
     ) -> None: ...
@@ -116,9 +113,8 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self,
         generator: GeneratorLike[Any],
         use_multiprocessing: bool = False,
-        wait_time: float | None = None,
-        random_seed: int | None = None,
         *,
+        random_seed: int | None = None,
         batch_size: int | None,
         collate: Callable[[list[Any]], Batch] | None = None,
         **options: Unpack[GeneratorOptions],
@@ -127,21 +123,15 @@ class GeneratorEnqueuer(BaseEnqueuer[Batch]):
         self,
         generator: GeneratorLike[Any],
         use_multiprocessing: bool = False,
-        wait_time: float | None = None,
-        random_seed: int | None = None,
         *,
+        random_seed: int | None = None,
         shards: int | None = None,
         batch_size: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         shuffle_buffer: int | None = None,
-        pickle_safe: bool | None = None,
         **options: Unpack[EnqueuerOptions],
     ) -> None:
         source = as_source(generator)
-        if pickle_safe is not None:
-            given = use_multiprocessing or None
-            checks.either("use_multiprocessing", given, "pickle_safe", pickle_safe)
-            use_multiprocessing = pickle_safe
         checked = Options.of(GeneratorEnqueuer, use_multiprocessing, options)
         seed = Seed.of(random_seed, checked.world_size)
         samples = Samples.of(batch_size, collate, checked.drop_last, shuffle_buffer)

@@ -76,19 +76,13 @@ class Queue(Generic[Batch]):
 
     def _asked(self, reader: EpochReader, deadline: float | None, **options: bool) -> bool:
         """Return the answer of `has_item`; raise Empty at the deadline."""
-        locks = reader.run.locks
-        lock = locks.lock
         left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        # If another consumer waits for the next batch, there is none.
-        if not lock.acquire(timeout=left):
-            raise Empty
         try:
-            return reader.has_item(deadline, **options)
+            # If another consumer waits for the next batch, there is none.
+            with reader.run.locks.reading(left):
+                return reader.has_item(deadline, **options)
         except DeadlineExpired:
             raise Empty from None
-        finally:
-            lock.release()
-            locks.make()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Batch:
         """Take the next batch.
@@ -111,14 +105,10 @@ class Queue(Generic[Batch]):
         if not block:
             deadline = time.monotonic()
         while True:
-            ready, timeline = reader.ready, reader.run.timeline
-            if timeline is not None:
-                timeline.take(ready)
-            if ready:
-                # No call and no jump, as in `Batches`.
-                item = ready[0]
-                del ready[0]
-                return item[2]  # type: ignore[return-value]  # as in Batches, too
+            if (timeline := reader.run.timeline) is not None:
+                timeline.take(reader.ready)
+            if (item := reader.take()) is not None:
+                return item[2]  # type: ignore[return-value]  # what the generator yielded
             if not self._asked(reader, deadline):
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")

@@ -281,12 +281,11 @@ class Auto(Checked):
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 # Arguments of the enqueuers that a function for one loop does not take, or not by this name.
-_NOT_FOR_ONE_LOOP = ("epochs", "sequence", "map", "wait_time", "pickle_safe")
+_NOT_FOR_ONE_LOOP = ("epochs", "sequence", "map")
 
 Backends = BackendName | Processes | Ray
 Workers = int | Literal["auto"] | Auto
 Concurrency = int | Literal["auto"] | None
-States = Mapping[str, Any] | Iterable[Mapping[str, Any]]
 
 
 class CommonOptions(TypedDict, total=False):
@@ -295,8 +294,7 @@ class CommonOptions(TypedDict, total=False):
     workers: Workers
     backend: Backends | None
     max_queue_bytes: int | None
-    ordered: bool | int
-    replay_order: States | None
+    ordered: bool
     on_error: OnError
     max_errors: int | None
     max_restarts: int
@@ -382,21 +380,12 @@ def _truth(name: str, value: object) -> bool:
     return bool(value)
 
 
-def checked_order(name: str, value: object) -> bool | int:
-    """Return how many items may overtake one: True for none, False for any number."""
+def checked_order(name: str, value: object) -> bool:
+    """Return whether items come in order; raise TypeError unless it is True or False."""
     # That of numpy has one of these names, too.
-    if type(value).__name__ in ("bool", "bool_"):
-        return bool(value)
-    return checks.integer(name, value, least=0, kind="True, False or an int") or True
-
-
-def _checked_states(name: str, value: object) -> tuple[Mapping[str, Any], ...]:
-    states = () if value is None else (value,) if isinstance(value, Mapping) else value
-    if isinstance(states, Iterable):
-        states = tuple(states)
-        if all(isinstance(state, Mapping) for state in states):
-            return states
-    raise TypeError(f"{name} must be a result of state_dict(), or several, got {value!r}")
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _checked_epochs(name: str, value: object) -> float | None:
@@ -436,13 +425,7 @@ class Options(Checked):
             arrays, tensors, strings, numbers and PIL images, also in attributes.
         ordered: True, the default, gives batches in an order that does not depend on timing: one
             of each shard in turn, or tasks in the order of their elements. False takes the
-            batch that is ready first, so that none that takes long holds up others. An int k is in
-            between: at most k later batches overtake one, and k=0 is True. `state_dict()` has the
-            order with an int, of tasks also with False, for `replay_order`.
-        replay_order: State, or several for different epochs, of a run with the same arguments:
-            the batches of these epochs come in the order in which that run gave them, with any
-            workers; those that it had not given follow as `ordered` says. None, the default: no
-            order is repeated.
+            batch that is ready first, so that none that takes long holds up others.
         on_error: Reaction to an exception of the generator, or of one element. `"raise"`, the
             default: the loop raises it, at the place of the item. `"skip"`: the enqueuer logs it
             with its traceback, counts it in `error_count`, and continues without the item. A
@@ -466,7 +449,7 @@ class Options(Checked):
             on without an end. The workers then begin an epoch while the loop reads the one before,
             within the limits of the queue, so the source must not change between epochs. They
             begin none after the last. Iterables, sequences with `on_epoch_begin` or
-            `on_epoch_end`, and shards that may overtake or are on Ray actors wait for the loop.
+            `on_epoch_end`, and shards with `ordered=False` or on Ray actors wait for the loop.
             None, the default: nothing of a further epoch is made ahead.
         progress: Whether a `for` loop over the enqueuer shows a progress bar with batches, rate,
             waiting time, queue and workers; False by default. True shows it on a terminal and in
@@ -483,12 +466,11 @@ class Options(Checked):
             which is no restart of `max_restarts`, and `on_error` decides about an
             `ElementTimeout`. Only processes can be ended, so it needs `backend="process"`. None,
             the default: no limit.
-        trace: Path of a file for a timeline of each worker and the loop, for Perfetto,
-            chrome://tracing and `enqueuer report`. None, the default: nothing is recorded, at no
-            cost. `start()` replaces an older trace; any other existing file raises
-            `FileExistsError`. Recording ends at 256 MB. Each rank, and each worker of a
-            DataLoader, writes its own file: `run.1-of-4.json`. Ray actors are recorded only on
-            this machine.
+        trace: Path of a file for a timeline of each worker and the loop, for Perfetto and
+            chrome://tracing. None, the default: nothing is recorded, at no cost. `start()`
+            replaces an older trace; any other existing file raises `FileExistsError`. Recording
+            ends at 256 MB. Each rank, and each worker of a DataLoader, writes its own file:
+            `run.1-of-4.json`. Ray actors are recorded only on this machine.
 
     Example:
         >>> options = Options(workers="auto", backend="process")
@@ -504,8 +486,7 @@ class Options(Checked):
     backend: Backends | None = option(None, _checked_backend)
     max_queue_size: int = option(10, checks.positive)
     max_queue_bytes: int | None = option(None, checks.optional(checks.positive))
-    ordered: bool | int = option(True, checked_order)
-    replay_order: States | None = option(None, _checked_states)
+    ordered: bool = option(True, checked_order)
     on_error: OnError = option("raise", on_error)
     max_errors: int | None = option(None, checks.optional(checks.count))
     max_restarts: int = option(0, checks.count)

@@ -207,7 +207,7 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         reader = core.started_reader("wait for the end of its epoch")
         is_known = False
         while not is_known:
-            with core.locks.held():
+            with core.locks.reading():
                 is_known = not reader.has_item(None, raises=False) or reader.knows_next()
 
     def __len__(self) -> int:

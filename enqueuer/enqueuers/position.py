@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from enqueuer.backends.order_log import numbers_in
 from enqueuer.backends.stall import warn
 from enqueuer.common import checks
 from enqueuer.errors import EnqueuerWarning, StateMismatch
@@ -53,7 +52,7 @@ State = Mapping[str, Any]
 # What differs between the states of one run.
 _OF_RANK = {
     *("epoch", "rank", "positions", "share", "ended", "states", "done"),
-    *("left_out", "order", "error_count", "total_items"),
+    *("left_out", "error_count", "total_items"),
 }
 
 
@@ -112,8 +111,6 @@ def save(saved: SavedPosition, identity: State, source: State) -> dict[str, Any]
     left_out = epoch.left_out or _of_each({s: at.left_out for s, at in (starts or {}).items()})
     if left_out:
         state["left_out"] = left_out
-    if epoch.given is not None:
-        state["order"] = list(epoch.given)
     state["error_count"] = saved.error_count
     state["total_items"] = saved.total_items
     return state
@@ -144,7 +141,7 @@ def load(
         differences = {
             name: f"{name} is {saved[name]!r} in the state and {value!r} here"
             for name, value in here.items()
-            if _differ(saved[name], value)
+            if saved[name] != value
         }
         changed = changes(state.get("source", {}), source)
         if "length" in differences:
@@ -163,40 +160,6 @@ def load(
             error_count=_count("error_count", state.get("error_count", 0)),
             total_items=_count("total_items", state.get("total_items", 0)),
         )
-
-
-def _differ(one: object, other: object) -> bool:
-    """Return whether two values differ; `ordered=True` is not `ordered=1`."""
-    return one != other or isinstance(one, bool) is not isinstance(other, bool)
-
-
-def orders_of(states: Iterable[State], identity: Mapping[str, Any]) -> dict[int, list[int]]:
-    """Return the order of each epoch that states of a run have, as the numbers of its items.
-
-    Args:
-        states: States of the run; of an epoch of which several have the order, the longest counts.
-        identity: Values that the states must have.
-
-    Raises:
-        StateMismatch: They do not fit, or one has no order.
-    """
-    found: dict[int, str] = {}
-    for state in states:
-        try:
-            given = load(state, identity, {}, advice="").epoch.given
-        except StateMismatch as error:
-            raise StateMismatch(f"replay_order: {error}") from None
-        if given is None:
-            raise StateMismatch(
-                "replay_order needs the order of an epoch, and the state has none: it was saved "
-                "before the start, with ordered=True, or by a run that went on from such a state"
-            )
-        number, text = given
-        short, long = sorted((found.get(number, ""), text), key=len)
-        found[number] = long
-        if not long.startswith(short):
-            raise StateMismatch(f"two states have different orders of epoch {number}")
-    return {number: numbers_in(text) for number, text in found.items()}
 
 
 def _refuse_or_warn(changed: str, strict: bool, advice: str) -> None:
@@ -261,9 +224,9 @@ def check_shards(state: State, epoch: Epoch) -> None:
 def _epoch(state: State) -> Epoch:
     """Return the position; raise ValueError or TypeError if that cannot be one."""
     number = _count("epoch", state["epoch"], most=_MOST_EPOCHS)
-    given, positions = _given(state, number), state["positions"]
+    positions = state["positions"]
     if positions is None:
-        return Epoch(number, given=given)
+        return Epoch(number)
     if not isinstance(positions, (list, tuple)):
         raise TypeError(f"positions must be a list, got {positions!r}")
     shards = _numbers("positions", [shard for shard, _ in positions])
@@ -281,23 +244,9 @@ def _epoch(state: State) -> Epoch:
         for shard, count in _left_out_of(state).items():
             count = _count("left_out", count, most=numbers[shard])
             starts[shard] = starts[shard]._replace(left_out=count)
-        return Epoch(number, starts, done, share, given=given)
+        return Epoch(number, starts, done, share)
     left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
-    return Epoch(number, starts, done, share, left_out, given)
-
-
-def _given(state: Mapping[str, Any], epoch: int) -> tuple[int, str] | None:
-    """Return the order in which the items of an epoch were given."""
-    if "order" not in state:
-        return None
-    number, text = state["order"]
-    _count("order", number, least=max(0, epoch - 1), most=epoch)
-    if not isinstance(text, str):
-        raise TypeError(f"order must have a string, got {text!r}")
-    numbers = numbers_in(text)
-    if "shards" not in state:
-        _numbers("order", numbers)
-    return number, text
+    return Epoch(number, starts, done, share, left_out)
 
 
 def _left_out_of(state: State) -> dict[int, int]:
@@ -342,8 +291,7 @@ def merge_states(states: Iterable[State]) -> dict[str, Any]:
 
     A single state of an `OrderedEnqueuer` with `ordered=True` and without `on_error` is enough if
     all ranks were at the same step, and none of them had a result of None. Between two epochs,
-    any state is enough.
-    `load_state_dict()` takes these from any rank.
+    any state is enough. `load_state_dict()` takes these from any rank.
 
     Args:
         states: Results of `state_dict()` of all ranks of one run, in any order, perhaps by way of
@@ -396,23 +344,21 @@ def _merged(states: list[State]) -> dict[str, Any]:
     return merged
 
 
-def of_rank(state: State, rank: int, world_size: int, may_skip: bool) -> State:
+def of_rank(state: State, rank: int, world_size: int, in_step: bool) -> State:
     """Return the state of one rank, of its own state or of one that determines it.
 
     Args:
         state: State of any rank, or a merged one.
         rank: The rank.
         world_size: Number of ranks.
-        may_skip: Whether errors are skipped, of which each rank has others.
+        in_step: Whether ranks at the same step are at the same task, by the options.
 
     Raises:
-        StateMismatch: It does not, or there are more ranks than shards.
+        StateMismatch: No state determines it, or there are more ranks than shards.
     """
     saved = state["rank"], state["world_size"]
     if saved == (rank, world_size):
         return state
-    # That of another rank, or of another division.
-    state = {name: value for name, value in state.items() if name != "order"}
     positions, shards = state["positions"], state.get("shards")
     if shards is not None and world_size > shards:
         raise StateMismatch(
@@ -421,7 +367,14 @@ def of_rank(state: State, rank: int, world_size: int, may_skip: bool) -> State:
     if saved[1] == 1:
         state = merge_states([state])
     elif positions is not None and saved[1] is not None:
-        _check_others_are_known(state, rank, world_size, may_skip)
+        # Shards of other ranks may have ended.
+        if shards is not None or not in_step or state.get("left_out"):
+            raise StateMismatch(
+                f"the state is that of rank {saved[0]} of {saved[1]}, and this is rank {rank} of "
+                f"{world_size}: within an epoch it does not say where the other ranks were, with "
+                "shards, ordered=False, on_error, or results of None; merge_states() makes one "
+                "state of those of all ranks, for any number of ranks"
+            )
         # All ranks were at the same step.
         if saved[1] == world_size and state["length"] is not None:
             return {**state, "rank": rank, "positions": [[0, _reached(state, rank)]]}
@@ -437,26 +390,6 @@ def of_rank(state: State, rank: int, world_size: int, may_skip: bool) -> State:
         own[name] = [pair for pair in state.get(name, ()) if pair[0] in opened]
     own["left_out"] = [pair for pair in _left_out_of(state).items() if pair[0] in opened]
     return own
-
-
-def _check_others_are_known(state: State, rank: int, world_size: int, may_skip: bool) -> None:
-    """Raise StateMismatch unless the state of a rank determines where the others were."""
-    if "shards" in state:
-        why = "shards may have ended"
-    elif state["ordered"] is not True:
-        # Also if those of this rank came in order: those of another one may not have.
-        why = f"batches may have come out of order, by ordered={state['ordered']}"
-    elif state.get("left_out"):
-        why = "results were None or elements were skipped"
-    elif may_skip:
-        why = "errors may have been skipped, by on_error"
-    else:
-        return
-    raise StateMismatch(
-        f"the state is that of rank {state['rank']} of {state['world_size']}, and this is rank "
-        f"{rank} of {world_size}: as {why}, it does not determine where the other ranks were; "
-        "merge_states() makes a state for any number of ranks of the states of all"
-    )
 
 
 def _reached(state: State, rank: int) -> int:
@@ -506,7 +439,7 @@ def _check_same_run(first: State, state: State) -> None:
     differences = [
         f"{name} is {first.get(name)!r} in one and {state.get(name)!r} in another"
         for name in sorted((first.keys() | state.keys()) - _OF_RANK - {"source"})
-        if _differ(first.get(name), state.get(name))
+        if first.get(name) != state.get(name)
     ]
     differences += [
         f"the source of rank {state['rank']} is not that of rank {first['rank']}, as {text}"

@@ -6,37 +6,35 @@
 
 `OwnedBackends` ends the workers together with their enqueuer.
 
-`Locks` keep the calls of signal handlers that wait until their thread has released the lock:
+`Locks` say which thread reads, and keep a stop() that this thread asks for meanwhile:
 
-    the loop holds the lock: it waits for workers, or takes their items
-        a signal handler in its thread: stop(), reconfigure() --> defer()
-    the loop has released the lock ------------------------------> make(): the workers change
+    the loop has the lock: it waits for workers, or takes their items
+        a signal handler, or a handler of a log record, in its thread: stop() --> defer_stop()
+    the loop has released the lock -----------------------------------------> the workers end
 
-The lock is reentrant, so it does not keep a handler of the same thread out. Workers that ended
-within the code that reads from them would pull its list of workers away, or an item would be both
-taken and made again.
+The lock is reentrant, so it does not keep code of the same thread out. Workers that ended within
+the code that reads from them would pull its list of workers away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import cast
 
 from enqueuer.backends.copies import Copies
 from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.load import Backend, load
-from enqueuer.backends.stall import WaitLimits
+from enqueuer.backends.stall import DeadlineExpired, WaitLimits
 from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
-from enqueuer.common.catching import raised_here
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
@@ -67,17 +65,18 @@ class OwnedBackends:
 
     def add(self, backend: Backend) -> None:
         """Stop a backend together with the owner."""
-        finalizer = Finalizer(self._owner(), forget, backend.stop, STOP_S)
+        finalizer = Finalizer(self._owner(), forget, functools.partial(_stop, backend), STOP_S)
         self._backends.append((backend, finalizer))
         self._pid = os.getpid()
 
     @property
     def are_running(self) -> bool:
         """Whether there are any; not after the end of the interpreter has stopped them."""
-        return any(finalizer.alive for _, finalizer in self._backends)
+        # A copy, as another thread that removes one would hide the next one.
+        return any(finalizer.alive for _, finalizer in self._backends.copy())
 
     def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
-        """Stop all backends but some; again completes it."""
+        """Stop all backends but some. Idempotent."""
         with interrupts.held():
             for one in self._backends.copy():
                 backend, finalizer = one
@@ -102,8 +101,13 @@ class OwnedBackends:
         return inherited
 
 
+def _stop(backend: Backend, timeout: float) -> None:
+    with interrupts.held():
+        backend.stop(timeout)
+
+
 class Locks:
-    """The locks of an enqueuer, and the calls that a thread makes once it has released the second.
+    """The locks of an enqueuer, and the stop that a thread makes once it has released the second.
 
     They outlive a run: the next one waits for the code of an iterable that still runs.
 
@@ -112,75 +116,69 @@ class Locks:
             taken before `lock`.
         lock: Lock that one consumer at a time holds, and all that changes what consumers see.
         changed: Condition of `lock`: other workers have taken over, or the run ends.
-        calls: The calls, the earliest first.
 
     Example:
         >>> locks = Locks()
-        >>> locks.defer(lambda: print("called"))
+        >>> locks.defer_stop(lambda: print("stopped"))
         False
-        >>> with locks.held():
-        ...     locks.defer(lambda: print("called"))
-        ...     print("waiting")
+        >>> with locks.reading():
+        ...     locks.defer_stop(lambda: print("stopped"))
+        ...     print("reading")
         True
-        waiting
-        called
+        reading
+        stopped
     """
 
     def __init__(self) -> None:
-        self.state_lock, self.lock = threading.RLock(), threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.calls: deque[Callable[[], object]] = deque()
+        self.leave_to_parent()
 
     def leave_to_parent(self) -> None:
-        """Be free, and without calls, in a forked child.
-
-        A thread that does not exist there may have held them when the parent forked.
-        """
-        self.state_lock, self.lock = _usable(self.state_lock), _usable(self.lock)
+        """Be free in a forked child: a thread that does not exist there may have held them."""
+        self.state_lock, self.lock = threading.RLock(), threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.calls = deque()
-
-    def defer(self, call: Callable[[], object]) -> bool:
-        """Keep a call if this thread holds the lock; return False if it may be made now."""
-        if not self._is_held_here():
-            return False
-        self.calls.append(call)
-        return True
-
-    def make(self) -> None:
-        """Make the calls, unless this thread still holds the lock."""
-        while self.calls and not self._is_held_here():
-            try:
-                call = self.calls.popleft()
-            except raised_here(IndexError):
-                # Another thread makes it.
-                return
-            call()
+        # Threads that are in `reading`: the one that has the lock, and those that wait for a
+        # change of workers and have released it.
+        self._readers: set[int] = set()
+        # What threads have asked for that are still in `reading`; each takes its own.
+        self._stops: dict[int, Callable[[], object]] = {}
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock, and make the calls after it."""
+    def reading(self, timeout: float = -1) -> Iterator[None]:
+        """Hold the lock, and signal handlers back; afterwards stop, if that was asked for.
+
+        Args:
+            timeout: Seconds to wait for the lock; -1, the default: without a limit.
+
+        Raises:
+            DeadlineExpired: The lock was not free in time.
+        """
+        thread = threading.get_ident()
+        is_within = thread in self._readers
         try:
-            with self.lock:
-                yield
+            with interrupts.held(), interrupts.taken(self.lock, timeout) as is_taken:
+                if not is_taken:
+                    raise DeadlineExpired("another thread waits for a batch")
+                self._readers.add(thread)
+                try:
+                    yield
+                finally:
+                    if not is_within:
+                        self._readers.discard(thread)
         finally:
-            self.make()
+            if not is_within and (stop := self._stops.pop(thread, None)) is not None:
+                stop()
 
-    def _is_held_here(self) -> bool:
-        try:
-            # It wakes no thread, and raises if this one does not hold the lock.
-            self.changed.notify(0)
-        except raised_here(RuntimeError):
+    @property
+    def is_reading(self) -> bool:
+        """Whether this thread is in `reading`."""
+        return threading.get_ident() in self._readers
+
+    def defer_stop(self, stop: Callable[[], object]) -> bool:
+        """Have the workers stopped once this thread has left `reading`; False if it is not in."""
+        if not self.is_reading:
             return False
+        self._stops[threading.get_ident()] = stop
         return True
-
-
-def _usable(lock: threading.RLock) -> threading.RLock:
-    """Return a lock if this thread can have it, else a new one."""
-    if not lock.acquire(blocking=False):
-        return threading.RLock()
-    lock.release()
-    return lock
 
 
 class State(enum.Enum):
@@ -223,7 +221,6 @@ class Run:
         limits: How long the loop waits for a batch.
         is_news: Whether callbacks of statistics may be due.
         has_warned_of_nothing: Whether an epoch without items was reported.
-        replay: Numbers of the items of epochs whose order is repeated, in that order.
         successor: Started workers that are about to take over, their number, and the function that
             passes the work to them; None if none are.
         final: Statistics at the end of the run; None while it goes on.
@@ -252,7 +249,6 @@ class Run:
         self.limits = WaitLimits(options.stall_timeout, options.timeout)
         self.is_news = False
         self.has_warned_of_nothing = False
-        self.replay: Mapping[int, Sequence[int]] = {}
         self.final: Stats | None = None
         # Nothing reads it before the start, which comes right after this.
         self.backend = cast(Backend, None)
@@ -291,7 +287,7 @@ class Run:
         if timeline is not None:
             job = timeline.open(name, job, self.restarts, self.meter)
         try:
-            backend = load(name, job, self.restarts, self.meter, self.locks.calls)
+            backend = load(name, job, self.restarts, self.meter)
         except BaseException:
             if timeline is not None:
                 timeline.leave()
@@ -332,10 +328,9 @@ class Run:
         Raises:
             StartError: The new workers could not be started; the others go on.
         """
-        with interrupts.held():
-            self.backend.resize(workers)
-            self.workers = workers
-            self._record_change()
+        self.backend.resize(workers)
+        self.workers = workers
+        self._record_change()
 
     def replace(self, job: Job, pass_work: PassWork) -> None:
         """Let other workers go on where these are. State lock of the enqueuer held.
@@ -349,12 +344,11 @@ class Run:
         Raises:
             StartError: The new workers could not be started; the others go on.
         """
-        with interrupts.held():
-            new, old = self.start_backend(job), self.backend
-            self.successor = new, job.workers, pass_work
-            # This wakes the consumer, which then waits for the change.
-            old.close()
-            self.finish_change()
+        new, old = self.start_backend(job), self.backend
+        self.successor = new, job.workers, pass_work
+        # This wakes the consumer, which then waits for the change.
+        old.close()
+        self.finish_change()
 
     def finish_change(self) -> None:
         """Let new workers take over, if there are some. State lock of the enqueuer held.
@@ -366,7 +360,7 @@ class Run:
         if self.successor is None:
             return
         try:
-            with interrupts.taken(self.locks.lock):
+            with self.locks.reading():
                 self._take_over()
         except BaseException:
             if self.successor is not None:
@@ -449,7 +443,7 @@ class Run:
         return Stats(
             seconds=0.0 if backend is None else (now - waits.began) / 1e9,
             backend=options.backend_name if self.workers else "inline",
-            ordered=bool(options.ordered),
+            ordered=options.ordered,
             epoch=epoch,
             items=waits.taken - ready,
             first_batch_s=(first - waits.began) / 1e9 if first else None,

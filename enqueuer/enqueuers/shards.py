@@ -9,13 +9,7 @@ from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
-from enqueuer.backends.shard_schedule import (
-    AsTheyCome,
-    Overtaking,
-    RoundRobin,
-    ShardOrder,
-    ShardSchedule,
-)
+from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardOrder, ShardSchedule
 from enqueuer.backends.stall import warn
 from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
@@ -48,28 +42,21 @@ class ShardEpoch(EpochWork):
         self.starts = starts if workload.resumed else None
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
-        ordered, replay = run.options.ordered, run.replay.get(self._number, ())
-        self.order: ShardOrder
-        if not isinstance(ordered, bool):
-            self.order = Overtaking(starts, recent, ordered, epoch.log, replay)
-        elif ordered:
-            self.order = RoundRobin(starts, recent)
-        else:
-            self.order = AsTheyCome(starts, recent)
+        of = RoundRobin if run.options.ordered else AsTheyCome
+        self.order: ShardOrder = of(starts, recent)
 
     @property
     def may_be_followed(self) -> bool:
         return self._is_told and self._workload.may_overlap
 
-    def feed(self, is_early: bool = False) -> None:
+    def feed(self) -> None:
         if not self._is_told:
             _shards_of(self._run.backend).tell(Epoch(self._number, self.starts))
             self._is_told = True
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
-        epoch = Epoch(self._number, self.order.rest(), turns=self.order.first_turns())
-        _shards_of(new).tell(epoch)
+        _shards_of(new).tell(Epoch(self._number, self.order.rest()))
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more of the epoch."""
@@ -205,7 +192,7 @@ class ShardWorkload(Workload):
         Not if the source may see its end, or if the items of both could not be told apart.
         """
         options, is_function = self.options, isinstance(self.source, FunctionSource)
-        return is_function and options.ordered is True and options.backend_name != "ray"
+        return is_function and options.ordered and options.backend_name != "ray"
 
     def _job(self, workers: int) -> Job:
         shards = self.all_shards
@@ -310,8 +297,8 @@ class ShardWorkload(Workload):
         return functools.partial(item_of, self.source, place, origin.item, seed)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        options = {**self.options.given(), "shards": self._shards}
-        return (self.source, False, None, self.seed.value), options
+        own = {"shards": self._shards, "random_seed": self.seed.value}
+        return (self.source,), self.options.given() | own
 
 
 def _warn_of_duplicates(workers: int) -> None:

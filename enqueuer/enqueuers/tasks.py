@@ -17,7 +17,7 @@ from typing import Any
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
-from enqueuer.common.catching import raised_here
+from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Auto, Concurrency, Options
 from enqueuer.enqueuers.run import Run
@@ -38,7 +38,7 @@ class ElementReader:
     """Read one epoch of a source into tickets, each when it is asked for.
 
     No element is lost if an exception ends a call, unless it strikes inside the iterable's own
-    code: `next` reads nothing more until `advance`, and elements are kept in C.
+    code: `next` reads nothing more until `advance`.
 
     Args:
         source: Source of the elements.
@@ -92,7 +92,8 @@ class ElementReader:
         self._behind = 0
         if start.state is None:
             # Elements that other ranks had before, too.
-            deque(itertools.islice(numbered, begin), maxlen=0)
+            for _ in itertools.islice(numbered, begin):
+                pass
             if done:
                 others = frozenset(done)
                 numbered = (pair for pair in numbered if pair[0] not in others)
@@ -138,7 +139,8 @@ class ElementReader:
         reading, size = self._reading, self._size
         more = itertools.islice(self._numbered, size * reading.world_size - len(self._read))
         self._runs = True
-        self._read.extend(more)
+        # In one call, so that an interrupt loses nothing that was read before it.
+        interrupts.interruptible(self._read.extend, more)
         self._runs = False
         there = [pair for pair in self._read if pair is not None]
         if reading.drop_last:
@@ -215,8 +217,7 @@ class TaskEpoch(EpochWork):
         # Numbers go on over the epochs of a run, so that a late result is never taken for one of
         # another epoch.
         first = 0 if before is None else before.number
-        replay = run.replay.get(epoch.number, ())
-        self.order = TaskOrder(first, start, epoch.done, run.options.ordered, epoch.log, replay)
+        self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
         self.number: int = first + start.number
         # Number of batches of the epoch that the loop was given before.
         self._given_before = start.number + len(epoch.done) - epoch.left_out
@@ -237,18 +238,16 @@ class TaskEpoch(EpochWork):
 
     # --- reading ---
 
-    def feed(self, is_early: bool = False) -> None:
+    def feed(self) -> None:
         """Read elements and submit their tasks, as many as the bound allows."""
         order, tasks, source = self.order, self._run.backend.tasks, self._source
         assert tasks is not None, "the backend was loaded for tasks"
-        reads, most, lacks = 0, self._most_out(tasks), 0 if is_early else self._lacks()
-        if lacks:
-            most = max(most, tasks.results.outstanding + lacks)
+        reads, most = 0, self._most_out(tasks)
         if source.is_sequence and self._reader is not None and self._pending is None:
             # Quick tasks are offered several at once. Three quarters of them are still out, and
             # when those are done there is room for more.
             room = most - tasks.results.outstanding
-            if room < min(tasks.dispatch.least, most // 4) and not lacks:
+            if room < min(tasks.dispatch.least, most // 4):
                 return
         while self._pending is not None or not self._is_read:
             if self._pending is None:
@@ -285,11 +284,6 @@ class TaskEpoch(EpochWork):
             except ItemNotPicklable as error:
                 self._fail(Failure(ticket.indices[0], ticket.number, error))
 
-    def _lacks(self) -> int:
-        """Return how many more tasks must be submitted until a replay can go on."""
-        number = self.order.only() if self.order.replay else None
-        return 0 if number is None else max(0, number + 1 - self.number)
-
     def _most_out(self, tasks: TaskSchedule[Any]) -> int:
         """Return how many tasks may be submitted and not taken; 1 with `workers=0`."""
         options = self._run.options
@@ -306,35 +300,40 @@ class TaskEpoch(EpochWork):
 
     def _has_failed(self, error: BaseException) -> bool:
         """Return whether the source has failed, which is noted; else the error is to be raised."""
+        is_of_handler = interrupts.is_of_handler(error)
+        if is_of_handler and not interrupts.is_of_handler(error, inside=True):
+            return False
         if self._reader is not None and self._reader.has_failed:
             self._fail(Failure(-1, self.number, error))
             return isinstance(error, Exception)
         # Ctrl-C, for example.
-        if not isinstance(error, Exception):
+        if is_of_handler or not isinstance(error, Exception):
             return False
-        # An error of the source's own comes again; others have nothing to do with it.
-        try:
-            self._read_on(1)
-        except raised_here(Exception):
-            self._fail(Failure(-1, self.number, error))
-            return True
-        return False
+        self._fail(Failure(-1, self.number, error))
+        return True
 
     def _read_on(self, most: int) -> tuple[list[Ticket], Any] | None:
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
             first, length, share = order.first, self._length, self.share or (0,)
-            self._reader = ElementReader(
-                source, self._workload.reading, self._epoch, self._start, first, length, share
+            # It calls methods of the user's, and may skip many elements.
+            self._reader = interrupts.interruptible(
+                ElementReader,
+                source,
+                self._workload.reading,
+                self._epoch,
+                self._start,
+                first,
+                length,
+                share,
             )
         if source.is_sequence:
             tickets, state = self._reader.next(self.number, most), None
         else:
             tickets, state = self._timed(self._reader), self._reader.state()
         if not tickets:
-            replayed = [number - order.first for number in order.replay]
-            count, last = self.number - order.first, max([*order.beyond(), *replayed], default=-1)
+            count, last = self.number - order.first, max(order.beyond(), default=-1)
             if last >= count:
                 text = f"the iterable ended after {count} tasks when it was read again, but task "
                 self._fail(Failure(-1, self.number, StateMismatch(f"{text}{last} of it was done")))
@@ -357,7 +356,6 @@ class TaskEpoch(EpochWork):
         """Let a task have failed that no worker can be given; nothing more is read."""
         self._unread = dataclasses.replace(failure, worker="the process of the loop")
         self.keep(self._unread)
-        self.order.end_replay(failure.number)
         self._is_read = True
         self.number = failure.number + 1
 
@@ -385,7 +383,10 @@ class TaskEpoch(EpochWork):
         # The worker may have died at any of the elements.
         if isinstance(failure.error, WorkerDied) and ticket is not None:
             indices = ticket.indices
-        what = f"element {indices[0]}" if len(indices) == 1 else f"one of the elements {[*indices]}"
+        if len(indices) == 1:
+            what = f"element {indices[0]}{self._source.path_of(indices[0])}"
+        else:
+            what = f"one of the elements {[*indices]}"
         return f"in {failure.worker}, {task}, {what}"
 
     def _place_of(self, failure: Failure) -> tuple[int, int]:
@@ -420,13 +421,9 @@ class TaskEpoch(EpochWork):
             self._keep_in(tasks, self._unread)
 
     def steps_done(self, ready: int, taken: int) -> int:
-        number, beyond = self.order.next, self.order.taken.copy()
-        while number in beyond:
-            number += 1
-        return number - self.order.first - ready
+        return self.order.next - self.order.first - ready
 
     def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        # The order counts a result in the same step in which it notes that it was taken.
         given = self._given_before + self.order.items - ready
         return starts[0].number + len(done) - given
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
@@ -17,7 +17,6 @@ from enqueuer.backends.task_schedule import Order
 from enqueuer.common import checks
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
-from enqueuer.enqueuers.position import orders_of
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
@@ -81,12 +80,8 @@ class EpochWork(Protocol):
         So all work of this one was given to the workers, and the source does not see its end.
         """
 
-    def feed(self, is_early: bool = False) -> None:
-        """Give the workers what they need to go on. Lock held, and nothing is ready.
-
-        Args:
-            is_early: Whether the loop reads the epoch before.
-        """
+    def feed(self) -> None:
+        """Give the workers what they need to go on. Lock held, and nothing is ready."""
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was. Lock held."""
@@ -270,21 +265,6 @@ class Workload(Protocol):
 
     def given(self) -> dict[str, bool]:
         """Return which values of `identity()` that may be adopted were fixed by the user."""
-
-    def orders_to_replay(self) -> dict[int, list[int]]:
-        """Return the orders of `replay_order`, by their epochs.
-
-        Raises:
-            StateMismatch: They are not of a run of this workload.
-        """
-        states = cast("tuple[Mapping[str, Any], ...]", self.options.replay_order)
-        if not states:
-            return {}
-        identity = self.identity()
-        # It may change with the epoch.
-        if not self.given().get("length", True):
-            del identity["length"]
-        return orders_of(states, identity)
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         """Take from a state what the user did not fix.

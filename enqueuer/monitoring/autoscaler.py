@@ -13,8 +13,8 @@ was seen to wait, show for how many workers there are CPUs, also on a busy machi
 a step up shows whether they wait for each other: for the GIL, a lock or a disk.
 
 If it may choose `concurrency`, elements that wait get more of it, as threads cost less than
-workers, until the Python code of a worker fills a CPU. Only then, and for elements that compute, it
-adds workers.
+workers, until the Python code of a worker fills a CPU; without a GIL, all CPUs. Only then, and for
+elements that compute, it adds workers.
 
 The autoscaler only decides: it neither waits nor reads a clock, and has no access to the workers.
 Each step up raises the lower limit, and each step that did not help lowers the upper limit. So the
@@ -27,6 +27,7 @@ import math
 from typing import NamedTuple
 
 from enqueuer.common.text import percent, ratio
+from enqueuer.monitoring import usage
 from enqueuer.monitoring.stats import (
     HARDLY_WAITS,
     OFTEN_LACKS_CPU,
@@ -235,12 +236,14 @@ class Autoscaler:
     def _more_at_once(self, window: _Window, reason: str) -> _Change | None:
         """Return a change to more elements at once in each worker, as these wait."""
         workers, now = self._workers, self.concurrency
+        cpus = 1.0 if usage.has_gil() else max(1.0, window.seen.cpus / workers)
         most = min(
             self._most_at_once,
             most_at_once(workers, now),
-            # The Python code of all threads of a process runs one at a time. That they take jobs
-            # in turn makes an element slower, so more of them fill a CPU than its own waits ask.
-            most_on(1.0, ratio(window.compute_s, window.element_s)),
+            # With a GIL, the Python code of all threads of a process runs one at a time. That they
+            # take jobs in turn makes an element slower, so more of them fill a CPU than its own
+            # waits ask.
+            most_on(cpus, ratio(window.compute_s, window.element_s)),
         )
         if now + now // LEAST_STEP >= most:
             return None

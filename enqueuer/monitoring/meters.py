@@ -1,9 +1,9 @@
 """Measuring where a worker's time goes, and how long the loop waits for its batches.
 
-    worker: Meter.pause(), resume() -> words of 8 bytes --> read by the loop's process, at any time
+    worker: Meter.pause(), resume() -> words --> read by the loop, at any time
             words, usage --worker_stats()--> WorkerStats --> since(earlier): the difference
     loop:   LoopMeter.pause(), resume() -> waits, by length and by worker
-            LoopMeter.sample() -> depth of the queue
+            LoopMeter.count() -> number of items; sample() -> depth of the queue
 
 Only the worker writes its words. The loop's own thread writes the loop's meter; any thread may
 read both.
@@ -19,8 +19,7 @@ import bisect
 import dataclasses
 import threading
 import time
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,44 +48,46 @@ SINCE = 6
 CPU_BEFORE = 7
 CPU_WAIT_BEFORE = 8
 
-# Two cache lines.
-WORDS = 16
+WORDS = 9
 
 # Samples of the queue's depth; of more, every second one is forgotten.
 _MOST_SAMPLES = 256
 # Nanoseconds between two samples, at first.
 _SAMPLE_NS = 5_000_000
-# Items between two samples; the step is at most twice as many as there were in `_SAMPLE_NS`.
-_QUICK_STEP = 200
+# Nanoseconds from one item to the next.
+_QUICK_NS = 50_000
 # Nanoseconds; counting a shorter read by its length would take too large a part of it.
 _LONG_READ_NS = 100_000
 
 
 class Meter:
-    """The times of one worker. One thread writes them, any thread of any process may read them.
+    """The times of one worker. One thread at a time writes them, any thread may read them.
 
     Args:
-        words: `WORDS` words, all 0, in which the times are kept; by default in new memory.
+        publish: Function that shows the words to another process, if there is one.
 
     Attributes:
         waited: Function that is called after each wait, with its begin; or None.
-        words: The words in which the times are kept.
+        words: `WORDS` words in which the times are kept.
     """
 
-    def __init__(self, words: memoryview[int] | None = None) -> None:
+    def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
         self.waited: Callable[[int], None] | None = None
-        self.words = memoryview(array("Q", [0] * WORDS)) if words is None else words
+        self.words = [0] * WORDS
+        self._publish = publish
 
     def begin(self, cpu_s: float = 0.0, cpu_wait_s: float = 0.0) -> None:
         """Note that the worker is ready for its first order, and the CPU time of its start."""
         self.words[CPU_BEFORE] = int(1e9 * cpu_s)
         self.words[CPU_WAIT_BEFORE] = int(1e9 * cpu_wait_s)
         self.words[BEGAN] = clock()
+        self._publish()
 
     def pause(self, phase: int) -> None:
         """Note the begin of a wait; `phase` is WAITING or IDLE."""
         self.words[SINCE] = clock()
         self.words[PHASE] = phase
+        self._publish()
 
     def resume(self) -> None:
         """Note the end of the wait."""
@@ -94,6 +95,7 @@ class Meter:
         since = words[SINCE]
         words[words[PHASE]] += clock() - since
         words[PHASE] = 0
+        self._publish()
         if self.waited is not None:
             self.waited(since)
 
@@ -118,8 +120,8 @@ class LoopMeter:
         since: Time at which the current wait began; 0 if the loop does not wait.
         worker: Index of the worker that is waited for now, if it is a certain one.
         samples: Pairs of a time and of the number of items that waited then.
-        left: Number of items to be taken until the next sample.
-        is_quick: Whether the loop takes an item at least each 50 us, as the last samples show.
+        taken: Number of items that came from the workers.
+        is_quick: Whether the loop took an item at least each 50 us between the last two samples.
     """
 
     def __init__(self) -> None:
@@ -142,21 +144,15 @@ class LoopMeter:
         # CPU time that this process had used when the last epoch ended.
         self._cpu_s_at_end = 0.0
         self.samples: list[tuple[int, int]] = []
-        self.left = 1
+        self.taken = 0
+        self.is_quick = False
         # Number of the thread that took the first batch, and what it had used then.
         self._thread: int | None = None
         self._used_before = usage.Usage()
-        self.is_quick = False
-        # Items that were taken, with those that are left until the next sample.
-        self._counted = 1
+        # Time of the last sample, and the number of items that were taken until then.
+        self._sampled = self._counted = 0
+        # Least time between two samples that are kept.
         self._interval = _SAMPLE_NS
-        self._step = 1
-        self._sampled = 0
-
-    @property
-    def taken(self) -> int:
-        """Number of items that came from the workers."""
-        return self._counted - self.left
 
     @property
     def queue_depth(self) -> tuple[tuple[float, int], ...]:
@@ -194,12 +190,12 @@ class LoopMeter:
         if worker is not None:
             self.by_worker[worker] = self.by_worker.get(worker, 0) + waited
 
-    def rest(self) -> None:
+    def epoch_ended(self) -> None:
         """Note the end of an epoch; the time until the next one is idle."""
         if self.first and not self.ended:
             self.ended, self._cpu_s_at_end = clock(), time.process_time()
 
-    def go_on(self) -> None:
+    def epoch_began(self) -> None:
         """Note the begin of the next epoch; repeating it is harmless."""
         if self.ended:
             now = clock()
@@ -227,34 +223,30 @@ class LoopMeter:
         return min(self.idled(now)[0] - before, max(0, now - began))
 
     def _sort(self, waited: int) -> None:
-        # A queue that was fast is slow now, so the next sample is taken at once.
-        if waited >= _SAMPLE_NS and self.left > 1:
-            self._counted += 1 - self.left
-            self.left = self._step = 1
-            self.is_quick = False
         bucket = bucket_of(waited)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 
+    def count(self, items: int) -> bool:
+        """Count items that were taken; return whether it is time for a sample."""
+        self.taken += items
+        return clock() - self._sampled >= _SAMPLE_NS
+
     def sample(self, waiting: int) -> None:
-        """Note the number of items that wait; called when none is `left`."""
+        """Note the number of items that wait."""
         now = clock()
         if not self.first:
             self.first = now
             # `current_thread()` would leave an object behind for a thread of another library.
             self._thread = threading.get_native_id()
             self._used_before = usage.of_native_thread(self._thread)
-        is_late = now - self._sampled >= _SAMPLE_NS
-        self._sampled = now
+        self.is_quick = (self.taken - self._counted) * _QUICK_NS > now - self._sampled
+        self._sampled, self._counted = now, self.taken
         samples = self.samples
         if not samples or now - samples[-1][0] >= self._interval:
             samples.append((now, waiting))
             if len(samples) > _MOST_SAMPLES:
                 self.samples = samples[::2]
                 self._interval *= 2
-        self._step = max(1, self._step // 2) if is_late else self._step * 2
-        self._counted += self._step - self.left
-        self.left = self._step
-        self.is_quick = self._step > _QUICK_STEP
 
 
 def bucket_of(nanoseconds: int) -> int:
@@ -427,7 +419,7 @@ _COUNTED = (
 
 def worker_stats(
     worker: Any,
-    words: memoryview[int],
+    words: Sequence[int],
     sent: tuple[int, int],
     used: usage.Usage,
     began: int,

@@ -29,6 +29,7 @@ import dataclasses
 import html
 import math
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,8 +92,10 @@ MANY_PROCESSES = 32
 MOST_GROWTH = 8
 # Elements at once in all workers; each takes a thread.
 MOST_AT_ONCE = 1024
-# Ratio of the rate after a change to that before; less is not worth a change.
-WORTH_IT = 1.15
+# Ratio of the elements at work after a change to those before; fewer are not worth a change.
+_WORTH_IT = 1.15
+# Ratio of the time for an item, in which all processes make and send it, to the time to make it.
+_MOSTLY_SENT = 1.3
 # Share of the time to make something.
 IS_COMPUTING = 0.6
 
@@ -115,8 +118,6 @@ class Bottleneck:
         advice: Sentence with a change that helps.
         change: The options of that change, as Python code: `"concurrency=64"`. "" if no option
             would help.
-        gain: The least and the most times that the rate of the loop would grow by it, as these
-            numbers show; None if that is not known, or if there is no change.
 
     Example:
         >>> found = Bottleneck("queue", "It is short.", "Give a longer one.", "max_queue_size=40")
@@ -128,7 +129,6 @@ class Bottleneck:
     reason: str
     advice: str
     change: str = ""
-    gain: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} {self.advice}"
@@ -247,8 +247,7 @@ class Stats:
         """Share of its time in which the loop waited for batches after the first one, from 0 to 1.
 
         The time is the sum of `waiting_s` and `working_s`, without `idle_s`. The bottleneck, the
-        progress bar, the log line and `enqueuer report` show this share, and `items_per_s` as the
-        rate.
+        progress bar and the log line show this share, and `items_per_s` as the rate.
         """
         return ratio(self.waiting_s, self.waiting_s + self.working_s)
 
@@ -469,8 +468,14 @@ def elements_wait(stats: Stats) -> bool:
 
 def fills_gil(stats: Stats) -> bool:
     """Return whether the threads of a process use most of a CPU, and may wait for the GIL."""
-    processes = 1 if stats.backend == "thread" else len(stats.workers)
-    return on_average(stats, "cpu_s") >= IS_COMPUTING * processes
+    return on_average(stats, "cpu_s") >= IS_COMPUTING * _gils(stats)
+
+
+def _gils(stats: Stats) -> float:
+    """Return the number of threads that can run Python code at a time: one for each GIL."""
+    if not usage.has_gil():
+        return math.inf
+    return 1 if stats.backend == "thread" else len(stats.workers)
 
 
 def most_at_once(workers: int, now: int) -> int:
@@ -510,8 +515,8 @@ def _without_idle(stats: Stats) -> Stats:
 
 def _holds_gil(stats: Stats) -> bool:
     """Return whether threads wait for the GIL, rather than for something outside of Python."""
-    used, switch_s = on_average(stats, "cpu_s"), usage.switch_s()
-    if stats.backend != "thread" or switch_s is None or used > MORE_THAN_GIL:
+    used = on_average(stats, "cpu_s")
+    if stats.backend != "thread" or not usage.has_gil() or used > MORE_THAN_GIL:
         return False
     if _are_several_busy(stats) and _other_wait_share(stats) < LEAST_GIL_WAIT:
         # They compute at the same time, or would on a free machine.
@@ -527,7 +532,7 @@ def _holds_gil(stats: Stats) -> bool:
         return True
     # Others take the CPUs, so that either may be: then it is the GIL unless the threads have
     # waited longer at a time than the GIL lets them.
-    outside = sum(worker.outside_s(switch_s) for worker in stats.workers)
+    outside = sum(worker.outside_s(sys.getswitchinterval()) for worker in stats.workers)
     return outside < IS_OUTSIDE * total(stats, "other_wait_s")
 
 
@@ -614,15 +619,13 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
     Loop and threads then use one CPU together, and the loop computes less than it works. A loop
     that waits for a GPU leaves the CPU idle meanwhile.
     """
-    if stats.backend != "thread":
+    if stats.backend != "thread" or stats.loop_switches is None or not usage.has_gil():
         return False
-    own_s, switch_s = min(_own_cpu_s(stats), stats.working_s), usage.switch_s()
+    own_s = min(_own_cpu_s(stats), stats.working_s)
     waited_s = stats.working_s - own_s - stats.loop_lacked_s
     by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
-    if stats.loop_switches is None or switch_s is None:
-        return False
     # As `WorkerStats.outside_s`.
-    outside_s = waited_s - stats.loop_switches * switch_s
+    outside_s = waited_s - stats.loop_switches * sys.getswitchinterval()
     is_one_cpu = GIL_IS_BUSY < cpus_used(stats) < MORE_THAN_GIL and by_threads > LOOP_LACKS
     is_long = waited_s > LOOP_LACKS * stats.working_s < own_s
     return is_one_cpu and is_long and outside_s < IS_OUTSIDE * waited_s
@@ -631,9 +634,7 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
 def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that threads run Python code while the loop would."""
     workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
-    own_s, by_threads_s = min(_own_cpu_s(stats), stats.working_s), total(stats, "cpu_s")
-    # At best the loop no longer waits for the GIL, and the processes keep up with it.
-    gain = _up_to(min(stats.working_s / own_s, workers * stats.seconds / by_threads_s))
+    own_s = min(_own_cpu_s(stats), stats.working_s)
     change = f"backend='process', workers={workers}"
     reason = (
         f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
@@ -641,8 +642,8 @@ def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
         "runs in one thread at a time."
     )
-    if workers > 0 and gain[1] >= WORTH_IT:
-        return Bottleneck("source", reason, f"Use {change}, {_times(gain)}.", change, gain)
+    if workers > 0:
+        return Bottleneck("source", reason, f"Use {change}.", change)
     return Bottleneck("source", reason, "Make the work of the threads cheaper.")
 
 
@@ -710,19 +711,14 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
     )
     if not is_slow:
         return None
-    # If the others need not wait, each makes what it can.
-    rate = sum(1 / max(worker.per_item_s, 1e-9) for worker in stats.workers)
-    rate = min(rate, 1 / max(use_s(stats), 1e-9))
-    gain = _up_to(ratio(rate, max(stats.items_per_s, 1e-9)))
     return Bottleneck(
         "slow shard",
         f"The bottleneck is one slow shard: {slow.name} takes {duration(slow.per_item_s)} for an "
         f"item, the others {duration(others_s)}, and {percent(stats.waiting_share)} of the loop's "
         "time goes into waiting, for it.",
-        f"ordered=False lets the others go ahead, {_times(gain)} as long as they have items; or "
-        "give each shard as much work as the others.",
+        "ordered=False lets the others go ahead, as long as they have items; or give each shard as "
+        "much work as the others.",
         "ordered=False",
-        gain,
     )
 
 
@@ -743,24 +739,23 @@ def _queue(stats: Stats) -> Bottleneck:
 
 def _transport(stats: Stats) -> Bottleneck:
     """Return the finding that the workers pickle and copy more than they make."""
-    each, change, gain = per_item(stats, "bytes"), "", None
-    made_s = max(per_item(stats, "making_s"), 1e-9)
+    each, change, made_s = per_item(stats, "bytes"), "", per_item(stats, "making_s")
     advice = (
         "Make the large arrays with enqueuer.empty(), which are not copied"
         if each > 100_000 and stats.backend != "ray"
         else "Yield larger batches"
     )
     # Threads send nothing; at worst, one of them makes all.
-    then = _gain(stats, ratio(1.0, made_s))
-    if stats.backend == "process" and then[1] > WORTH_IT * WORTH_IT:
-        change, gain = "backend='thread'", then
-        advice = f"Use backend='thread', which sends nothing, {_times(gain)}. Or: {advice.lower()}"
+    item_s = ratio(longest_s(stats), total(stats, "items"))
+    if stats.backend == "process" and item_s > _MOSTLY_SENT * max(made_s, use_s(stats)):
+        change = "backend='thread'"
+        advice = f"Use backend='thread', which sends nothing. Or: {advice.lower()}"
     reason = (
         f"The bottleneck is the transport: {percent(stats.waiting_share)} of the loop's time goes "
         f"into waiting; an item of {size(each)} takes {duration(made_s)} "
         f"to make and {duration(per_item(stats, 'sending_s'))} to send."
     )
-    return Bottleneck("transport", reason, f"{advice}.", change, gain)
+    return Bottleneck("transport", reason, f"{advice}.", change)
 
 
 def _cpus(stats: Stats, by_others: bool) -> Bottleneck:
@@ -808,67 +803,11 @@ def _making_and_using(stats: Stats) -> str:
     return f"{each}, and {use if elements == 1 else f'a batch of {elements} takes {use}'}"
 
 
-def _gain(
-    stats: Stats, rate: float, in_threads: bool = True, surely: float = math.inf
-) -> tuple[float, float]:
-    """Return how many times the rate of the loop would grow, at least and at most.
-
-    The least is half of the growth that the numbers show, as workers disturb each other. Besides,
-    threads may run Python code, one at a time, and other programs may go on to use the CPUs.
-
-    Args:
-        stats: Statistics until now.
-        rate: Items a second that the workers would make if nothing else held them up.
-        in_threads: Whether threads stay threads.
-        surely: How many times as many items they would make, whatever part of the work waits.
-    """
-    now = max(ratio(total(stats, "items"), longest_s(stats)), 1e-9)
-    computes_s = max(per_item(stats, "cpu_s"), 1e-9)
-    # As large a part of the CPUs as other programs have left so far.
-    lacked = of_elements(stats, "lacked_s")
-    left = stats.cpus * (1 - ratio(lacked, lacked + total(stats, "cpu_s")))
-    by_gil = min(1.0, left) if in_threads and stats.backend == "thread" else left
-    rate = min(rate, 1 / max(use_s(stats), 1e-9))
-    least, most = (min(rate, cpus / computes_s) / now for cpus in (by_gil, stats.cpus))
-    return min(_up_to(least)[0], max(1.0, surely)), _up_to(most)[1]
-
-
-def _more_batches(stats: Stats, workers: int, concurrency: float) -> float:
-    """Return how many times as many batches would be made at once, each of several elements.
-
-    `collate` may take all the time of a batch, which is not measured. It takes no less if more
-    elements are made at once, and the queue must have room for the batches.
-    """
-
-    def at_once(workers: int, concurrency: float) -> float:
-        room = stats.max_queue_size + workers * math.ceil(concurrency / stats.elements)
-        return min(workers * concurrency, room)
-
-    if stats.elements == 1:
-        return math.inf
-    now = len(stats.workers)
-    return at_once(workers, concurrency) / at_once(now, elements_at_once(stats) / now)
-
-
-def _up_to(most: float) -> tuple[float, float]:
-    """Return a gain of at most so many times the rate; the least is half of the growth."""
-    most = max(1.0, most)
-    return (1 + most) / 2, most
-
-
-def _times(gain: tuple[float, float]) -> str:
-    least, most = (f"{times:.2g}" if times < 10 else f"{times:.0f}" for times in gain)
-    if gain[1] < WORTH_IT:
-        return f"for at most {gain[1]:.2f} times the rate"
-    return f"for {least} to {most} times the rate"
-
-
 class Advice(NamedTuple):
-    """What would help: a sentence, the options of the change, and its gain; see `Bottleneck`."""
+    """What would help: a sentence, and the options of the change; see `Bottleneck`."""
 
     text: str
     change: str = ""
-    gain: tuple[float, float] | None = None
 
 
 def _advice_on_source(stats: Stats) -> Advice:
@@ -881,9 +820,10 @@ def _advice_on_source(stats: Stats) -> Advice:
     if len(stats.workers) >= _useful(stats):
         return _no_more_workers(stats)
     if any(worker.cpu_s is None for worker in stats.workers):
+        processes = " and backend='process'" if usage.has_gil() else ""
         return Advice(
-            "The system does not tell how much of it the workers compute: compare workers=2 and "
-            "backend='process', or let `enqueuer bench` do that."
+            "The system does not tell how much of it the workers compute: compare "
+            f"workers=2{processes}."
         )
     if _holds_gil(stats):
         return _instead_of_threads(stats, wanted)
@@ -936,7 +876,6 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
             f"{computes}, so more workers than the {workers} now would hardly help on "
             f"{_cpus_of(stats)}: make the work cheaper."
         )
-    gain = _gain(stats, enough * ratio(elements_at_once(stats), workers * make_s(stats)))
     change = f"workers={enough}"
     if enough == wanted:
         text = f"About {enough} workers would keep up with the loop (now {workers}): {change}"
@@ -948,7 +887,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
             f"{_cpus_of(stats)}, and about {wanted} would be needed (now {workers}): {change}, "
             "and make the work cheaper"
         )
-    return Advice(f"{text}, {_times(gain)}.", change, gain)
+    return Advice(f"{text}.", change)
 
 
 def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
@@ -956,12 +895,11 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
     share, used = percent(_computing_share(stats)), on_average(stats, "cpu_s")
     processes = max(1, int(min(stats.cpus, wanted, MANY_PROCESSES, _useful(stats))))
     change = f"backend='process', workers={processes}"
-    gain = _gain(stats, processes / max(per_item(stats, "cpu_s"), 1e-9), in_threads=False)
     is_several = _are_several_busy(stats)
-    if gain[1] < WORTH_IT:
+    if processes == 1:
         return Advice(
             f"The {'threads compute' if is_several else 'thread computes'} most of the time, and "
-            f"processes would be at most {gain[1]:.2f} times as fast: make the work cheaper."
+            "one process would hardly be faster: make the work cheaper."
         )
     lacked = ""
     if used < GIL_IS_BUSY:
@@ -969,13 +907,13 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
         lacked = f" and had none for {_missed(stats)} of the time in which they could have run"
     text = (
         f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all{lacked}, so the work "
-        f"is probably in Python, which runs in one thread at a time: use {change}, {_times(gain)}."
+        f"is probably in Python, which runs in one thread at a time: use {change}."
         if is_several
-        else f"The thread computes {share} of the time in which it has a CPU: use {change}, "
-        f"{_times(gain)}. If the work releases the GIL, as numpy does for large arrays, "
+        else f"The thread computes {share} of the time in which it has a CPU: use {change}. If "
+        "the work releases the GIL, as numpy does for large arrays, "
         f"workers={processes} would help as well."
     )
-    return Advice(text, change, gain)
+    return Advice(text, change)
 
 
 def _more_elements(stats: Stats, wanted: int) -> Advice:
@@ -984,51 +922,42 @@ def _more_elements(stats: Stats, wanted: int) -> Advice:
     needed = max(wanted * ratio(now, len(stats.workers)), now + 1)
     waits = f"An element computes {percent(_element_share(stats))} of its time and waits for the "
     # The first is the cheaper one.
-    found = [_more_threads(stats, needed), _more_processes(stats, needed)]
-    advices = [(f"{waits}{text}", change, gain) for text, change, gain in filter(None, found)]
-    if not advices:
-        text = f"{waits}rest; {now} at once are about as many as this machine can use"
-        return Advice(f"{text}: make the elements cheaper.")
-    if stats.backend == "thread":
-        return Advice(*advices[0])
-    return Advice(*max(advices, key=lambda advice: advice[2][1]))
+    if more := _more_threads(stats, needed) or _more_processes(stats, needed):
+        return Advice(f"{waits}{more.text}", more.change)
+    text = f"{waits}rest; {now} at once are about as many as this machine can use"
+    return Advice(f"{text}: make the elements cheaper.")
 
 
-def _more_threads(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
+def _more_threads(stats: Stats, needed: float) -> Advice | None:
     """Return the advice to make more elements at once in each worker, if that helps."""
-    workers, now, is_thread = len(stats.workers), elements_at_once(stats), stats.backend == "thread"
-    # Each process has a GIL, for the part of an element that computes. Threads that use most of a
-    # CPU would soon wait for it.
-    gils = 1 if is_thread else min(workers, max(1, int(stats.cpus)))
+    workers, now = len(stats.workers), elements_at_once(stats)
+    # Threads that use most of a CPU would soon wait for the GIL.
     if fills_gil(stats):
         return None
-    most = gils * most_on(1.0, _element_share(stats))
+    most = most_on(min(stats.cpus, _gils(stats)), _element_share(stats))
     each = _rounded_up(min(most, needed) / workers, most_at_once(workers, now // workers))
-    if each * workers <= now:
+    if min(each * workers, most) <= _WORTH_IT * now:
         return None
-    rate, change = min(each * workers, most) / make_s(stats), f"concurrency={each}"
-    gain = _gain(stats, rate, surely=_more_batches(stats, workers, each))
-    text = f"rest, so let each worker make more of them at once: {change} (now {now // workers})"
-    return f"{text}, {_times(gain)}.", change, gain
+    change = f"concurrency={each}"
+    text = f"rest, so let each worker make more of them at once: {change} (now {now // workers})."
+    return Advice(text, change)
 
 
-def _more_processes(stats: Stats, needed: float) -> tuple[str, str, tuple[float, float]] | None:
-    """Return the advice to make the elements in more processes, if that helps."""
-    workers, is_thread = len(stats.workers), stats.backend == "thread"
+def _more_processes(stats: Stats, needed: float) -> Advice | None:
+    """Return the advice to make the elements in more processes, each with a GIL, if that helps."""
+    workers, now, is_thread = len(stats.workers), elements_at_once(stats), stats.backend == "thread"
     most_of_one = most_on(1.0, _element_share(stats))
     processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
-    if processes <= (1 if is_thread else workers):
+    if processes <= _gils(stats):
         return None
-    change, each = f"workers={processes}", elements_at_once(stats) / workers
+    change, each = f"workers={processes}", now / workers
     if is_thread:
         each = _rounded_up(min(most_of_one, needed / processes), MANY)
         change = f"backend='process', {change}, concurrency={each}"
-    rate = processes * min(each, most_of_one) / make_s(stats)
-    gain = _gain(stats, rate, False, _more_batches(stats, processes, each))
-    if gain[1] < WORTH_IT:
+    if processes * min(each, most_of_one) <= _WORTH_IT * now:
         return None
     text = "rest, but the Python code of all threads of a process runs one at a time: use"
-    return f"{text} {change}, {_times(gain)}.", change, gain
+    return Advice(f"{text} {change}.", change)
 
 
 def _rounded_up(number: float, most: int) -> int:

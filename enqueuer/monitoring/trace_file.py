@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import Descriptor, close_in_children, open_no_link
 from enqueuer.common.text import str_of
 
@@ -135,7 +134,7 @@ class Track:
         try:
             if os.write(self._fd.fileno(), data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._target.path)
-        except raised_here(OSError) as error:
+        except OSError as error:
             self._give_up(error)
 
     def name(self, process: str | None, thread: str, rank: int) -> None:

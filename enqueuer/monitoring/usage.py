@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from enqueuer.common.catching import raised_here
-
 N = TypeVar("N", int, float)
 T = TypeVar("T")
 
@@ -93,9 +91,9 @@ def cpus(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> float:
     return min(allowed or os.cpu_count() or 1, *(quota or math.inf for quota in quotas), math.inf)
 
 
-def switch_s() -> float | None:
-    """Return the seconds after which a waiting thread asks for the GIL; None if there is no GIL."""
-    return sys.getswitchinterval() if getattr(sys, "_is_gil_enabled", lambda: True)() else None
+def has_gil() -> bool:
+    """Return whether one thread of this process runs Python code at a time."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def own_bytes(pid: int) -> int | None:
@@ -167,7 +165,7 @@ def _or_none(read: Callable[..., T], *args: Any) -> T | None:
     """Return what a function reads; None where the system does not tell it."""
     try:
         return read(*args)
-    except raised_here(OSError, AttributeError, OverflowError, IndexError, ValueError):
+    except (OSError, AttributeError, OverflowError, IndexError, ValueError):
         return None
 
 

@@ -3,9 +3,8 @@
     add(number, descriptor) -> mapped -> lease(number): a view -> its last slice dies -> released
 
 A lease ends in whatever thread the garbage collector happens to run in, perhaps while a lock is
-held: so it only appends to a deque. A function in C does that, so that no exception can lose it.
-Until the frame that names a block counts as read, the map itself keeps the lease: an exception
-that strikes in the middle of a frame must not release the block.
+held: so it only appends to a deque. Until the frame that names a block counts as read, the map
+itself keeps the lease: if the item's own code raises KeyboardInterrupt, the frame is read again.
 
 An adapter finds the block of a tensor by its address (`mapping_at`), and has a GPU's driver pin it
 for as long as it is mapped. Any thread may call that.
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.catching import raised_here
 from enqueuer.errors import BlockMemoryError
 from enqueuer.transport.memory import MAP_OPTIONS, allocation_error, close_all
 
@@ -64,7 +62,7 @@ def mapping_at(address: int) -> Mapping | None:
 
     It takes no lock, because a fork or the collector may come at any line.
     """
-    # The references are collected in one step, as other threads add blocks.
+    # A list, as other threads add blocks.
     for reference in _mappings.valuerefs():
         mapping = reference()
         if mapping is not None and 0 <= address - mapping.address < len(mapping):
@@ -81,11 +79,11 @@ class Lease(weakref.ref[np.ndarray]):
     """A block that is lent to the arrays of an item.
 
     Attributes:
-        number: Number of the block.
+        key: Number of the block, and of its use.
     """
 
-    __slots__ = ("number",)
-    number: int
+    __slots__ = ("key",)
+    key: tuple[int, int]
 
 
 class BlockMap:
@@ -109,9 +107,6 @@ class BlockMap:
         self.current: dict[int, np.ndarray] = {}
         self.released: deque[Lease] = deque()
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._memory or number in self._missing
-
     @property
     def size(self) -> tuple[int, int]:
         """Number of mapped blocks, and their bytes."""
@@ -122,9 +117,8 @@ class BlockMap:
         """Map a block that came with its descriptor, and close the descriptor.
 
         If that fails, `lease` raises the reason: what had come before is to be delivered first.
-        It may be called again for the same packet.
         """
-        if not fds and number not in self:
+        if not fds:
             self._missing[number] = (
                 "the descriptor of an item's shared memory was lost on its way; this process has "
                 "too few (`ulimit -n`): keep fewer batches, or try a smaller max_queue_size"
@@ -133,11 +127,11 @@ class BlockMap:
             size = os.fstat(fd).st_size
             try:
                 self._memory[number] = Mapping(fd, size, **MAP_OPTIONS)
-            except raised_here(OSError) as error:
+            except OSError as error:
                 self._missing[number] = str(allocation_error(size, error))
         close_all(fds)
 
-    def lease(self, number: int) -> memoryview:
+    def lease(self, number: int, use: int) -> memoryview:
         """Return a writable view of all of a block; the lease ends when its last slice dies.
 
         It may be called again for the same frame: the lease is the same.
@@ -156,7 +150,7 @@ class BlockMap:
         lease = self._leases.get(number)
         if lease is None or lease() is not anchor:
             lease = Lease(anchor, self.released.append)
-            lease.number = number
+            lease.key = number, use
             self._leases[number] = lease
         return anchor.copy().data if are_many else anchor.data
 

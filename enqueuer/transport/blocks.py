@@ -34,12 +34,10 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from enqueuer.common.catching import raised_here
 from enqueuer.transport.block_map import address_of
 from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.memory import allocation_error, map_shared, open_nameless
 from enqueuer.transport.protocol import INLINE_BYTES, NUMBER, SEGMENT, Kind
-from enqueuer.transport.ring import Ring
 
 
 class Block:
@@ -52,6 +50,7 @@ class Block:
         fd: Descriptor, until it has been sent; then None.
         is_sent: Whether the consumer has it, or its arrays.
         taken: Time at which the block was last taken, by `time.monotonic()`.
+        use: Number of times that it was taken; the release of an earlier use is passed over.
     """
 
     def __init__(self, number: int, memory: mmap.mmap, fd: int | None) -> None:
@@ -61,6 +60,7 @@ class Block:
         self.fd = fd
         self.is_sent = False
         self.taken = 0.0
+        self.use = 0
 
     def close_descriptor(self) -> None:
         """Close the descriptor: the other side has its own now."""
@@ -179,6 +179,7 @@ class BlockPool:
             else:
                 self._free.remove(best)
             best.taken = time.monotonic()
+            best.use += 1
             self._busy[best.number] = best
             while self._free and best.taken - self._free[0].taken > _IDLE_S:
                 self._drop_locked(self._free[0])
@@ -214,10 +215,13 @@ class BlockPool:
         block.close_descriptor()
         block.is_sent = True
 
-    def reclaim(self, numbers: Iterable[int]) -> None:
-        """Note that the consumer's last views of some blocks are gone."""
+    def reclaim(self, released: Iterable[tuple[int, int]]) -> None:
+        """Note that the consumer's last views of some uses of blocks are gone; idempotent."""
         with self._lock:
-            for number in numbers:
+            for number, use in released:
+                block = self._busy.get(number)
+                if block is None or block.use != use:
+                    continue
                 if number in self.user_blocks:
                     self._released.add(number)
                 else:
@@ -225,7 +229,8 @@ class BlockPool:
 
     def dropped(self) -> list[int]:
         """Return, once, the blocks given up since the last call, for the consumer to unmap."""
-        numbers, self._dropped = self._dropped, []
+        with self._lock:
+            numbers, self._dropped = self._dropped, []
         return numbers
 
     def close(self) -> None:
@@ -263,7 +268,7 @@ class BlockPool:
             except BaseException:
                 os.close(fd)
                 raise
-        except raised_here(OSError) as error:
+        except OSError as error:
             raise allocation_error(capacity, error) from error
         self.count += 1
         return Block(self.count, memory, fd)
@@ -294,7 +299,6 @@ class BlockWriter:
     """Put the large parts of items into blocks.
 
     Args:
-        ring: Ring between the worker and the consumer, which returns released blocks.
         emit: Function that sends a packet, which announces blocks.
         arrays: List of the large arrays of the item that was encoded last.
         keep: Number of free blocks to be kept for later.
@@ -303,11 +307,8 @@ class BlockWriter:
         pool: Blocks of the worker.
     """
 
-    def __init__(
-        self, ring: Ring, emit: Callable[..., None], arrays: list[np.ndarray], keep: int
-    ) -> None:
+    def __init__(self, emit: Callable[..., None], arrays: list[np.ndarray], keep: int) -> None:
         self.pool = BlockPool(keep)
-        self._ring = ring
         self._emit = emit
         self._arrays = arrays
         self._has_warned = False
@@ -324,9 +325,6 @@ class BlockWriter:
         Raises:
             BlockMemoryError: There is no memory for a block.
         """
-        numbers = self._ring.take_released()
-        if numbers:
-            self.pool.reclaim(numbers)
         parts: list[Part] = [*buffers]
         if isinstance(data, Pieces) or len(data) > INLINE_BYTES:
             parts.insert(0, data if isinstance(data, Pieces) else memoryview(data))
@@ -389,7 +387,7 @@ class BlockWriter:
             if block.fd is not None:
                 self._emit(Kind.BLOCK, NUMBER.pack(block.number), (block.fd,))
             self.pool.sent(block)
-            table.append(SEGMENT.pack(block.number, begin, size))
+            table.append(SEGMENT.pack(block.number, block.use, begin, size))
         for number in self.pool.dropped():
             self._emit(Kind.DROP, NUMBER.pack(number))
         return b"".join(table)

@@ -17,11 +17,9 @@ Two kinds of objects are pickled in our own way; subclasses keep their own ways:
 from __future__ import annotations
 
 import copyreg
-import functools
 import importlib
 import mmap
 import pickle
-import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer
@@ -114,33 +112,6 @@ def _carrier_of(tensor: Any) -> np.ndarray:
     array: np.ndarray = tensor.view(carrier).numpy()
     return array
 
-
-_pack_int = struct.Struct("<2sq1s").pack
-_pack_float = struct.Struct(">1sd1s").pack
-
-
-def _encode_int(value: int) -> bytes:
-    try:
-        return _pack_int(pickle.LONG1 + b"\x08", value, pickle.STOP)
-    except struct.error:
-        return pickle.dumps(value, protocol=5)
-
-
-def _encode_float(value: float) -> bytes:
-    return _pack_float(pickle.BINFLOAT, value, pickle.STOP)
-
-
-_by_pickle = functools.partial(pickle.dumps, protocol=5)
-
-# Functions that pickle a value of a type which needs no pickler of our own. `pickle.dumps` makes a
-# pickler each time, which takes several times as long as a number does.
-SCALARS: dict[type, Callable[[Any], bytes]] = {
-    int: _encode_int,
-    float: _encode_float,
-    bool: _by_pickle,
-    str: _by_pickle,
-    bytes: _by_pickle,
-}
 
 # Buffers out of band: the table of an item's buffers must fit into a frame.
 _MOST_BUFFERS = 1024

@@ -23,12 +23,9 @@ import os
 import pickle
 import struct
 import sys
-from collections import deque
 from collections.abc import Sequence
-from itertools import repeat
 from typing import Any
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import is_portable
 from enqueuer.errors import BlockMemoryError
 
@@ -129,7 +126,7 @@ def nameless_file(data: bytes) -> int:
     """
     try:
         fd = open_nameless(len(data))
-    except raised_here(OSError) as error:
+    except OSError as error:
         raise allocation_error(len(data), error) from error
     with open(fd, "wb", closefd=False) as file:
         file.write(data)
@@ -149,9 +146,9 @@ def read_whole(data: bytes, fds: list[int]) -> bytes:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close descriptors and remove them from the list, so that a second call closes none twice."""
-    # Nothing but C runs between forgetting one and closing it, as in packets.py.
-    deque(map(os.close, map(fds.pop, repeat(0, len(fds)))), maxlen=0)
+    """Close descriptors and remove them from the list. Idempotent."""
+    while fds:
+        os.close(fds.pop())
 
 
 def write_payload(pickled: bytes, buffers: Sequence[pickle.PickleBuffer]) -> int:

@@ -3,23 +3,18 @@
 On Linux a SOCK_SEQPACKET pair: a packet is whole or absent, even if its sender is killed in the
 middle of it. Elsewhere a stream with a length before each packet, of which a killed sender can
 leave only the last one incomplete, and that one is dropped.
-
-The loop that takes packets from the kernel and keeps them runs inside `deque.extend`, in C: in one
-step, so that no packet is lost by an exception (Ctrl-C).
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from itertools import repeat, starmap, takewhile
-from operator import itemgetter
 
-from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import is_portable
 from enqueuer.transport.memory import nameless_file
 from enqueuer.transport.protocol import INLINE_BYTES
@@ -35,7 +30,6 @@ _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _HOW = MAX_PACKET, _ANCILLARY, _FLAGS
 # In a stream, before each packet: its length, and the number of descriptors that belong to it.
 _HEAD = struct.Struct("<IB")
-_has_data = itemgetter(0)
 
 
 def pair(
@@ -71,9 +65,6 @@ class Packets:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self.is_stream = sock.type == socket.SOCK_STREAM
-        # What comes until the end, without waiting; each is read when it is asked for.
-        self._coming = takewhile(_has_data, starmap(sock.recvmsg, repeat(_HOW)))
-        self._raw: deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]] = deque()
         self._bytes = bytearray()
         self._fds: deque[int] = deque()
         self.received: deque[tuple[bytes, list[int]]] = deque()
@@ -90,10 +81,14 @@ class Packets:
         """
         # A stream needs the lengths, and does not keep descriptors with a byte.
         packet = _HEAD.pack(len(data), len(fds)) + data if self.is_stream else data
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else ()
+        flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            sent = self._sock.sendmsg([packet], rights, 0 if wait else socket.MSG_DONTWAIT)
-        except raised_here(BlockingIOError):
+            if fds:
+                rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds)
+                sent = self._sock.sendmsg([packet], [rights], flags)
+            else:
+                sent = self._sock.send(packet, flags)
+        except BlockingIOError:
             return False
         if sent < len(packet):
             # The rest of a packet must follow in a stream. The other end reads before it sends, so
@@ -122,28 +117,21 @@ class Packets:
         """Move all that has come into `received`; wait for nothing."""
         while not self.ended:
             try:
-                # Nothing but C runs between the system call and the deque, see the file's head.
-                self._raw.extend(self._coming)
-                self.ended = True
-            except BlockingIOError as error:
-                # This is the usual end, and so without the call of `raised_here`.
-                if error.__traceback__ is None or error.__traceback__.tb_next is None:
-                    break
-                raise
-            except raised_here(ConnectionResetError):
+                data, ancillary, _, _ = self._sock.recvmsg(*_HOW)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
                 # Raised once, before the last packets of a dead sender, which can still be read.
                 continue
-        while self._raw:
-            first = self._raw[0]
-            self._unpack(*first)
-            # The calls above may run this method.
-            if self._raw and self._raw[0] is first:
-                del self._raw[0]
+            if data:
+                self._keep(data, _descriptors_in(ancillary))
+            else:
+                self.ended = True
 
     def shutdown(self) -> None:
         """End what is sent; what comes can still be read."""
         # The other end may be gone already.
-        with suppressed(OSError):
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -154,10 +142,7 @@ class Packets:
                 os.close(fd)
         self.received.clear()
 
-    def _unpack(
-        self, data: bytes, ancillary: list[tuple[int, int, bytes]], flags: int, _: object
-    ) -> None:
-        fds = _descriptors_in(ancillary)
+    def _keep(self, data: bytes, fds: list[int]) -> None:
         if not self.is_stream:
             self.received.append((data, fds))
             return

@@ -1,9 +1,9 @@
-"""The protocol of a channel, between one worker process and the consumer: frames and packets.
+"""The protocol of a channel, between one worker process and the consumer: packets on a socket.
 
     worker (ItemSender)                                           consumer (ItemReceiver)
-      frames ITEM RUN MESSAGE ...  ----- the ring ------------>  head(), items()
-      packets READY BLOCK DROP RECORD WAKE  ---- a socket ---->  blocks, records
-      orders, wake-ups         <--- packets EPOCH TASK STOP WAKE
+      ITEM STATED ARRAYS MESSAGE  ---------------------------->  head(), items()
+      READY BLOCK DROP RECORD ASK  --------------------------->  blocks, records
+      orders, credit           <----------- EPOCH TASK STOP CREDIT
 
 Each direction has one writer, and no lock is shared, so a worker that is killed leaves no other
 process waiting. Only an `End` is an end.
@@ -22,38 +22,43 @@ from typing import NamedTuple
 
 
 class Kind(enum.IntEnum):
-    """Kinds of frames, of packets from the worker, and of packets to it."""
+    """Kinds of packets: with a frame, from the worker, and to it."""
 
     ITEM = 1
     # An item, in a pair with the state of its iterator after it.
     STATED = 2
-    # Many items, each a short pickle without its STOP; see `sender.py`.
-    RUN = 3
     # An item of small arrays, behind their layout; see `small_arrays.py`.
-    ARRAYS = 4
+    ARRAYS = 3
     # What is no item: an end, a failure, or a task without a result.
-    MESSAGE = 5
+    MESSAGE = 4
 
     READY = 10
     BLOCK = 11
     DROP = 12
     RECORD = 13
-    WAKE = 14
+    # The worker has an item and no credit for it.
+    ASK = 14
 
     EPOCH = 20
     STOP = 21
     # A ticket for this worker alone.
     TASK = 22
+    # What the worker may send, and the blocks that it may use again.
+    CREDIT = 23
 
 
 # A frame is this head, a table of the segments that lie in blocks, and the pickle if it is small.
-# The head: size of the frame, size of the table, kind, shard, number of the item. The size of a
-# run is 0 as long as it may grow.
-FRAME = struct.Struct("=IHBxIQ")
-# A frame begins at a multiple of so many bytes, so that its size is stored at once.
-ALIGNMENT = 8
-# Number of the block, offset in it, size.
-SEGMENT = struct.Struct("=IQQ")
+# The head: size of the table, shard, number of the item.
+FRAME = struct.Struct("=IIQ")
+# Number of the block, and of its use; offset in it, size.
+SEGMENT = struct.Struct("=IQQQ")
+# Numbers of items: those that may be sent, those that were taken, and 1 + that of the one that the
+# consumer waits for. Blocks that were released follow.
+CREDIT = struct.Struct("=QQQ")
+# Number of the block, and of its use.
+RELEASED = struct.Struct("=IQ")
+# Items that a worker of tasks may send: their tickets are the bound.
+NO_LIMIT = 1 << 62
 # Kind of the packet, its number in the sequence.
 PACKET = struct.Struct("=BQ")
 NUMBER = struct.Struct("=Q")
@@ -69,10 +74,8 @@ class Credit(NamedTuple):
         items: Number of its items that may wait.
         waiting_bytes: Largest number of bytes of its items that may wait, or None.
         ask: Whether the worker reports that it has an item and no credit.
-        spins: Whether the worker may spin before it sleeps, as it has a CPU of its own.
     """
 
     items: int
     waiting_bytes: int | None
     ask: bool
-    spins: bool = False

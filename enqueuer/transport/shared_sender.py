@@ -22,7 +22,6 @@ from enqueuer.common.descriptors import own_sockets
 from enqueuer.monitoring.meters import Meter
 from enqueuer.transport import task_queue
 from enqueuer.transport.packets import take
-from enqueuer.transport.protocol import Kind
 from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
 from enqueuer.workers.task_loop import ElementThreads
@@ -42,13 +41,11 @@ class SharedSender:
         self._control = sender.control
         # The worker waits only when its threads do.
         self._control.meter = Meter()
-        # The lock is not held during that system call.
-        self._control.keeps_wakes = True
         self._task_socket = sender.task_socket
-        self._claims = sender.claims
-        # Places of claims, by the number of the task.
-        self._places: dict[int, int] = {}
-        self._free = list(range(len(self._claims)))
+        self._new_claim = sender.new_claim
+        # Functions that write claims, by the number of the task.
+        self._claims: dict[int, Callable[[int], None]] = {}
+        self._free: list[Callable[[int], None]] = [sender.claim]
         self._lock = threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False
@@ -77,15 +74,12 @@ class SharedSender:
             with self._lock:
                 send(*args)
                 self._drop_claim(done)
-                must_wake = self._control.take_wake()
-            if must_wake:
-                self._control.emit(Kind.WAKE)
         finally:
             self._pass_orders()
 
     def check(self) -> None:
         # Without the lock, as another thread may be sending.
-        if not self._control.has_orders and not self._control.closed:
+        if not self._control.is_due and not self._control.closed:
             return
         try:
             with self._lock:
@@ -111,10 +105,10 @@ class SharedSender:
 
     def _drop_claim(self, number: int | None) -> None:
         """Drop the claim of a task, if there is one. Another thread may claim one meanwhile."""
-        place = None if number is None else self._places.pop(number, None)
-        if place is not None:
-            self._claims[place] = 0
-            self._free.append(place)
+        claim = None if number is None else self._claims.pop(number, None)
+        if claim is not None:
+            claim(0)
+            self._free.append(claim)
 
     # --- the worker's own thread ---
 
@@ -126,7 +120,7 @@ class SharedSender:
         """
         control = self._control
         while True:
-            if control.has_orders:
+            if control.is_due:
                 with self._lock:
                     control.read_orders()
             if control.closed or self._has_failed:
@@ -143,9 +137,9 @@ class SharedSender:
         token, number = task_queue.HEAD.unpack_from(found[0])
         # It may have been offered again.
         self._drop_claim(number)
-        # Threads that drop claims change other places meanwhile, each by one step.
-        place = self._places[number] = self._free.pop()
-        self._claims[place] = token + 1
+        # Threads that drop claims change others meanwhile, each by one step.
+        claim = self._claims[number] = self._free.pop() if self._free else self._new_claim()
+        claim(token + 1)
         try:
             # Only one, as another worker may have a thread for the next one.
             (ticket,) = task_queue.unpack(*found)

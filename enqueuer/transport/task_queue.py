@@ -16,7 +16,6 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
@@ -29,11 +28,20 @@ HEAD = struct.Struct("=QQ")
 
 
 class TaskQueue:
-    """The consumer's side of the task queue."""
+    """The consumer's side of the task queue.
+
+    Attributes:
+        shows_room: Whether a poll for writing ends when there is room. Elsewhere than on Linux, a
+            socket for datagrams can always be written to, it says.
+    """
 
     def __init__(self) -> None:
         ours, self._theirs = own_sockets(pair(otherwise=socket.SOCK_DGRAM))
+        self.shows_room = ours.type != socket.SOCK_DGRAM
         self._packets = Packets(ours)
+
+    def fileno(self) -> int:
+        return self._packets.fileno()
 
     def worker_socket(self) -> socket.socket:
         """Return a copy of the end from which a worker takes tickets; the caller closes it."""
@@ -47,7 +55,7 @@ class TaskQueue:
         """Return the token of the first ticket that no worker has taken; None if there is none."""
         try:
             data = self._theirs.recv(HEAD.size, socket.MSG_PEEK)
-        except raised_here(BlockingIOError):
+        except BlockingIOError:
             return None
         token: int = HEAD.unpack_from(data)[0]
         return token
@@ -75,7 +83,7 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
         # Tensors must be checked.
         if by_name and b"_rebuild_" not in data:
             return data
-    except raised_here(Exception):
+    except Exception:
         pass
     # As in `item_codec`.
     from enqueuer.transport.culprit import find_culprit
@@ -83,7 +91,7 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
 
     try:
         return dumps(ticket, known=known or {}, by_name=known is None)
-    except raised_here(Exception) as error:
+    except Exception as error:
         culprit, part = find_culprit("element", (ticket.elements or ("",))[0])
         raise ItemNotPicklable(
             f"{culprit} is {an(type(part).__qualname__)}, which cannot be sent to a process "

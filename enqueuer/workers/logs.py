@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from enqueuer.common.catching import raised_here
 from enqueuer.errors import OverwrittenDataWarning, StartError
 
 # Attribute of a record that becomes an OverwrittenDataWarning where it arrives.
@@ -145,7 +144,7 @@ def deliver(record: logging.LogRecord) -> None:
         logger = logging.getLogger(record.name)
         if logger.isEnabledFor(record.levelno):
             logger.handle(record)
-    except raised_here(Exception):
+    except Exception:
         # A filter or a handler of the user must not stop the data.
         if logging.raiseExceptions:
             traceback.print_exc(file=sys.stderr)

@@ -3,7 +3,6 @@
     serve: wait for an epoch -> turns -> wait for the next one -> ... -> exit
     turns: one item of each shard in turn, until all have ended or one has failed
     ShardStream: open(shard) -> replay, unsent -> advance(): the next item -> ... -> close()
-    Bunch: many items of a quick generator, by one call of C code
 
 Async generators of all shards are opened before the first turn, and then run side by side.
 
@@ -14,13 +13,9 @@ backend: the sender is a thread's buffer, a process's channel or, in a test, a l
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
-import operator
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,7 +29,6 @@ from enqueuer.workers.messages import (
     End,
     Epoch,
     Failure,
-    ItemTuple,
     Reported,
     Sender,
     Start,
@@ -68,10 +62,6 @@ _QUIET_S = 2.0
 # may stay at its place.
 _MOST_FAILURES = 100
 
-_is_given = functools.partial(operator.is_not, None)
-# Stands for a value in the row before the first item.
-_FIRST = (True,)
-
 
 def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = None) -> None:
     """Run one epoch after the other, until there are no more orders or the consumer left.
@@ -98,7 +88,8 @@ def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = 
             if epoch.number > last:
                 last = epoch.number
                 # There is no pause between turns.
-                deque(turns(plan, epoch, channel, enter, loop=loop), maxlen=0)
+                for _ in turns(plan, epoch, channel, enter, loop=loop):
+                    pass
 
 
 def turns(
@@ -129,8 +120,7 @@ def turns(
         if loop is not None:
             enter = do_nothing
         # Those of shards that have ended are passed over.
-        order = itertools.chain(epoch.turns, itertools.cycle(tuple(streams)))
-        following = filter(None, map(streams.get, order))
+        following = filter(None, map(streams.get, itertools.cycle(tuple(streams))))
         has_sent = True
         while streams:
             # Without an item it is still its turn, as if that had been None.
@@ -172,8 +162,6 @@ def _streams_of(
     """
     starts = plan.of(epoch)
     replay = Replay(plan, starts.values(), epoch.is_awaited)
-    # After `Epoch.turns`, turns go by index.
-    shards = sorted(starts, key=lambda shard: shard.index) if epoch.turns else starts
     source = plan.shard_source
     if isinstance(source, FunctionSource) and source.is_async:
         shared = loop or stack.enter_context(contextlib.closing(EventLoop.of_caller()))
@@ -181,14 +169,14 @@ def _streams_of(
     late = {} if epoch.late is None else {epoch.late.shard: epoch.late}
     streams = {
         s.index: ShardStream(source, s, starts[s], replay, plan.watch, late.get(s.index))
-        for s in shards
+        for s in starts
     }
     for stream in streams.values():
         stack.callback(stream.close)
     if loop is not None:
         # All at once, before they are closed one by one.
         stack.callback(lambda: loop.end(loop.items))
-        for shard in itertools.islice(shards, 1):
+        for shard in itertools.islice(starts, 1):
             # They share the global generators.
             enter(shard)
         for stream in streams.values():
@@ -210,7 +198,7 @@ def _send_failure(
     if stream.is_behind and may_skip(error, on_error):
         # A replay: the loop has had the reports, the failure and the replacement.
         return True, False
-    stream.send_reports(sender.send, stream.number)
+    stream.send_reports(sender)
     failure = Failure(stream.shard.index, stream.number, error)
     goes_on, value = skip_or_end(failure, sender, on_error)
     if value is None:
@@ -298,14 +286,10 @@ class ShardStream:
         self.goes_on = False
         self._stateful: Any = None
         self._reports = collect_reports(shard)
-        # Number of the item before which reports were sent last, and how many of them.
-        self._reported = -1, 0
         # Whether the iterator may have more after an exception.
         self._can_go_on = False
         # Number of the last item that the iterator raised for, and how many in a row.
         self._failed = -2, 0
-        # Any thread of the generator may report within a bunch.
-        self._report_lock = threading.RLock()
 
     @property
     def is_behind(self) -> bool:
@@ -336,14 +320,7 @@ class ShardStream:
             self._replay(items, sender)
         index, number, stateful = self.shard.index, self.number, self._stateful
         reports = self._reports
-        # Each item by itself where others take turns, where each has a state, or a trace.
-        has_bunches = alone and stateful is None and hasattr(sender, "open_bunch")
         while True:
-            if has_bunches:
-                if not self._send_bunches(sender, items):
-                    self.send_reports(sender.send, self.number)
-                    return False
-                number = self.number
             try:
                 value = next(items)
             except StopIteration:
@@ -351,12 +328,12 @@ class ShardStream:
                 if stateful is not None and isinstance(self._source, LiveSource):
                     self.state_at_end = stateful.state_dict()
                 self.in_user_code = False
-                self.send_reports(sender.send, self.number)
+                self.send_reports(sender)
                 return False
             state = None if stateful is None else stateful.state_dict()
             self.in_user_code = False
             if reports:
-                self.send_reports(sender.send, self.number)
+                self.send_reports(sender)
             if value is not None:
                 sender.send_item(index, number, value, state)
                 self.number = number = number + 1
@@ -370,53 +347,14 @@ class ShardStream:
                 sender.check()
             self.in_user_code = True
 
-    def _send_bunches(self, sender: Any, items: Iterator[Any]) -> bool:
-        """Send items in bunches until one must be sent by itself; return False at the end."""
-        ended: list[None] = []
-        # The end is one more None.
-        values = itertools.chain(items, map(ended.append, (None,)))
-        while (bunch := sender.open_bunch(self.shard.index)) is not None:
-            # The next item of a bunch follows a report at once, so it is sent at once.
-            heard = functools.partial(self._send_within, bunch, sender, self.number)
-            self._reports.heard = heard
-            if self._reports:
-                heard()
-            self.in_user_code = True
-            try:
-                bunch.fill(self.number, values)
-            except BaseException:
-                self.number += bunch.made
-                raise
-            finally:
-                self._reports.heard = None
-                sender.close_bunch(bunch)
-            self.in_user_code = False
-            if ended:
-                self.number += bunch.made
-                return False
-            self.number += bunch.asked
-            sender.check()
-        self.in_user_code = True
-        return True
-
-    def _send_within(self, bunch: Bunch, sender: Any, first: int) -> None:
-        self.send_reports(sender.send_report, first + bunch.made)
-
-    def send_reports(self, send: Callable[[Reported], None], number: int) -> None:
-        """Send what the generator has reported before an item, by a method of the sender.
-
-        Each report has a greater number or place than the last.
-        """
-        with self._report_lock:
-            last, nth = self._reported
-            # Of two threads, one may have come to a later item first.
-            number = max(number, last)
-            nth = nth if number == last else 0
-            while self._reports:
-                error, log = self._reports.pop(0)
-                nth += 1
-                self._reported = number, nth
-                send(Reported(self.shard.index, number, error, nth=nth, log=log))
+    def send_reports(self, sender: Sender) -> None:
+        """Send what the generator has reported before the next item; called once for each item."""
+        nth = 0
+        # A thread of the generator may report meanwhile.
+        while self._reports:
+            error, log = self._reports.pop(0)
+            nth += 1
+            sender.send(Reported(self.shard.index, self.number, error, nth=nth, log=log))
 
     def _open(self) -> Iterator[Any]:
         least, first = self._replayed.least, 0
@@ -475,87 +413,3 @@ class ShardStream:
             close(self._items)
         except BaseException:
             _log.exception("closing the generator of shard %d failed", self.shard.index)
-
-
-class Bunch:
-    """The items that a worker sends without asking for room or counting in between.
-
-        gate, numbers, values --zip--> (shard, number, value, None) --append_all--> the loop
-
-    Python code runs only before and after a bunch. A bunch ends when its gate is used up or
-    cleared. A gate may call a function behind the first item, which wakes a loop that waits for it.
-    `zip` asks the gate before it asks the generator, so no item is lost. A bunch also ends with the
-    generator, with an exception, and with an item that is None.
-
-    Args:
-        gate: The shard once for each item, and once more. Any thread may clear it, which ends the
-            bunch after the item that is being made.
-        append_all: Function that sends the items of an iterator.
-        wake: Function written in C that is called as soon as the first item was sent; it returns
-            None. None: none is called.
-
-    Attributes:
-        gate: The gate.
-
-    Example:
-        >>> sent = []
-        >>> bunch = Bunch([7] * 4, sent.extend)
-        >>> bunch.fill(10, iter("abcde")); bunch.asked, bunch.made
-        (3, 3)
-        >>> sent
-        [(7, 10, 'a', None), (7, 11, 'b', None), (7, 12, 'c', None)]
-        >>> bunch = Bunch([7] * 4, sent.extend)
-        >>> bunch.fill(13, iter(["f", None, "g"])); bunch.asked, bunch.made
-        (2, 1)
-    """
-
-    def __init__(
-        self,
-        gate: list[int],
-        append_all: Callable[[Iterable[ItemTuple]], Any],
-        wake: Callable[[bool], None] | None = None,
-    ) -> None:
-        self._size = len(gate)
-        self.gate = gate
-        self._wake = wake
-        self._append_all = append_all
-        self._numbers = iter(range(self._size))
-        self._left: itertools.repeat[Any] = itertools.repeat(None, self._size)
-
-    @property
-    def asked(self) -> int:
-        """Number of items that the generator was asked for; any thread may read this and `made`.
-
-        While the generator runs, and after an item of None, it is one more than `made`.
-        """
-        return max(0, self._size - 1 - operator.length_hint(self._numbers))
-
-    @property
-    def made(self) -> int:
-        """Number of items that the generator has made."""
-        return max(0, self._size - 1 - operator.length_hint(self._left))
-
-    def fill(self, number: int, values: Iterator[Any]) -> None:
-        """Send items.
-
-        Args:
-            number: Number of the first item.
-            values: Generator of the items.
-        """
-        self._numbers = iter(range(number - 1, number - 1 + self._size))
-        given = itertools.takewhile(_is_given, itertools.chain(_FIRST, values))
-        rows = zip(self._waking_gate(), self._numbers, given, self._left, strict=False)
-        # While this is kept, `zip` makes a new tuple for each item. Otherwise it would keep one
-        # of them, and with it an item that the loop has dropped.
-        kept = next(rows, None)
-        self._append_all(rows)
-        del kept
-
-    def _waking_gate(self) -> Iterable[int]:
-        """Return the gate, with the call behind the first item."""
-        if self._wake is None:
-            return self.gate
-        # The row before the first item, the item, the call, which yields nothing, and the rest.
-        rest = iter(self.gate)
-        wake: Iterator[Any] = filter(None, map(self._wake, _FIRST))
-        return itertools.chain(itertools.islice(rest, 2), wake, rest)

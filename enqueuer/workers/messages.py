@@ -9,7 +9,6 @@ yields can be mistaken for one.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -115,57 +114,6 @@ class Start(NamedTuple):
     left_out: int = 0
 
 
-class Taken:
-    """The record of what the loop has taken: the next item of each shard, and states of iterators.
-
-    Code that takes an item calls `remember` if the item has a state, and then writes `numbers`,
-    `last` and `items` itself, in one step with what it stores beside: without a call (see the
-    design page).
-
-    Args:
-        starts: Where each shard begins, in the order of their turns.
-        recent: How many of the last states of an iterator are remembered.
-
-    Attributes:
-        numbers: Number of the next item of each shard.
-        last: Shard of the item that was taken last.
-        items: Number of items that were taken.
-    """
-
-    def __init__(self, starts: Mapping[int, Start], recent: int) -> None:
-        self.numbers = {shard: start.number for shard, start in starts.items()}
-        # It is as if a round had just ended.
-        self.last: int = next(reversed([*starts]), -1)
-        self.items = 0
-        self._recent = recent
-        self._states = {
-            shard: deque([start], recent)
-            for shard, start in starts.items()
-            if start.state is not None
-        }
-
-    def remember(self, shard: int, number: int, state: Any) -> None:
-        """Keep the state of an iterator after an item that is about to be taken."""
-        states = self._states.get(shard)
-        if states is None:
-            states = self._states[shard] = deque([Start()], self._recent)
-        # An exception may have struck after an earlier call, before the item was taken.
-        if states[-1].number != number + 1:
-            states.append(Start(number + 1, state))
-
-    def start_of(self, shard: int, number: int | None = None) -> Start:
-        """Return where a shard starts again, at an item; None: the next one."""
-        if number is None:
-            number = self.numbers[shard]
-        states = self._states.get(shard)
-        if states is None:
-            return Start(number)
-        known = next(at for at in reversed(states) if at.number - at.behind <= number)
-        if known.state is None:
-            return Start(number)
-        return Start(number, known.state, number - known.number + known.behind)
-
-
 @dataclass(frozen=True)
 class Epoch:
     """The order to run through the source once.
@@ -179,9 +127,6 @@ class Epoch:
             other ranks was loaded; see `enqueuers/position.py`.
         left_out: Number of tasks before this position that gave no batch: the result was None, or
             an error was skipped.
-        turns: Shards that have these turns first, in this order; afterwards all have had as many.
-        given: Number of an epoch, and the order in which its items were given: of this epoch, or
-            at its beginning of the one before. None if it is not known.
         is_awaited: Whether the loop waits for one of these shards first, of those that do not
             begin with their first item.
         late: Failure of an item that took too long in another worker: its shard goes on with it.
@@ -192,30 +137,17 @@ class Epoch:
     done: tuple[int, ...] = ()
     share: tuple[int, ...] | None = None
     left_out: int = 0
-    given: tuple[int, str] | None = None
-    turns: tuple[int, ...] = ()
     is_awaited: bool = True
     late: Failure | None = None
 
-    @property
-    def log(self) -> str | None:
-        """The order in which the items before this position were given; None if not known."""
-        # Tasks are numbered anew.
-        if self.share is not None:
-            return None
-        if self.given is not None and self.given[0] == self.number:
-            return self.given[1]
-        has_begun = self.done or any(start.number for start in (self.starts or {}).values())
-        return None if has_begun else ""
-
     def of_shards(self, shards: tuple[int, ...]) -> Epoch:
         """Return the order for some of the shards."""
-        starts, turns = self.starts, tuple([shard for shard in self.turns if shard in shards])
+        starts = self.starts
         if starts is None:
-            return Epoch(self.number, turns=turns)
+            return Epoch(self.number)
         behind = next((shard for shard, start in starts.items() if start.number), None)
         starts = {shard: start for shard, start in starts.items() if shard in shards}
-        return Epoch(self.number, starts, turns=turns, is_awaited=behind in starts)
+        return Epoch(self.number, starts, is_awaited=behind in starts)
 
 
 class Sender(Protocol):

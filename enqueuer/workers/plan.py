@@ -2,7 +2,7 @@
 
 Epoch   --Plan.of()-->     the start of each shard
 Failure --skip_or_end()--> sent as it is, or sent as skipped, with a replacement to be sent
-Watch   --run()----------> words that the loop's process reads, with `element_timeout`
+Watch   --run()----------> records that the loop's process reads, with `element_timeout`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from enqueuer.errors import BlockMemoryError, Closed, StateMismatch
+from enqueuer.errors import BlockMemoryError, Closed, FrameworkUnavailable, StateMismatch
 from enqueuer.monitoring.meters import clock
 from enqueuer.workers.messages import Epoch, Failure, Sender, Start
 from enqueuer.workers.shards import Shard
@@ -24,9 +24,6 @@ OnError = Literal["raise", "skip"] | Callable[[Exception], Any]
 """Handling of an exception: raise it, skip the item, or call a function for a replacement."""
 
 
-# Words of each thread: when it began what it runs, 0 if it runs nothing; then the shard, or the
-# place of the element in its ticket, and the number of the item, or of the task.
-WATCH_WORDS = 3
 # Places of what is done for all elements of a ticket at once.
 FETCHING, COLLATING = -1, -2
 
@@ -34,47 +31,42 @@ FETCHING, COLLATING = -1, -2
 class Watch:
     """What the code of the user does in each thread of a worker, and since when.
 
-    The process of the loop reads the words, also of a worker that hangs, is stopped or was killed.
+    The loop's process reads the records, also of a worker that hangs, is stopped or was killed.
 
     Args:
-        words: Words of all threads, all 0.
+        new: Function that returns, for each thread, one that writes its record: when it began what
+            it runs, 0 if it runs nothing, the place, and the number.
 
     Example:
-        >>> from array import array
-        >>> words = memoryview(array("q", [0] * 3 * WATCH_WORDS))
-        >>> watch = Watch(words)
-        >>> watch.run(1, 7, lambda: (words[0] > 0, words[1], words[2])), words[0]
-        ((True, 1, 7), 0)
+        >>> record = []
+        >>> watch = Watch(lambda: lambda *values: record.append(values))
+        >>> watch.run(1, 7, lambda: record[-1][1:]), record[-1]
+        ((1, 7), (0, 1, 7))
     """
 
-    def __init__(self, words: memoryview[int]) -> None:
-        self._words = words
-        self._lock = threading.Lock()
-        self._used = 0
+    def __init__(self, new: Callable[[], Callable[[int, int, int], None]]) -> None:
+        self._new = new
         self._own = threading.local()
 
     def run(self, place: int, number: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the user; `place` may be the index of a shard."""
-        words = self._words
+        own = self._own
         try:
-            at = self._own.at
+            write = own.write
         except AttributeError:
-            with self._lock:
-                at = self._own.at = self._used
-                self._used += WATCH_WORDS
-        words[at + 1], words[at + 2] = place, number
-        # Last, as the others count only with it.
-        words[at] = clock()
+            write = own.write = self._new()
+        own.what = place, number
+        write(clock(), place, number)
         try:
             return function(*args)
         finally:
-            words[at] = 0
+            write(0, place, number)
 
     def pause(self) -> Callable[[], None]:
         """Let no time count for what this thread runs until the returned function is called."""
-        words, at = self._words, self._own.at
-        words[at] = 0
-        return lambda: words.__setitem__(at, clock())
+        write, what = self._own.write, self._own.what
+        write(0, *what)
+        return lambda: write(clock(), *what)
 
 
 class WatchedItems(Iterator[Any]):
@@ -137,8 +129,9 @@ class Plan:
 
 def may_skip(error: BaseException, on_error: OnError) -> bool:
     """Return whether an error of the user's code is skipped, and not raised."""
-    # A lack of shared memory is no fault of the item: all later ones would be skipped as well.
-    is_ours = isinstance(error, (StateMismatch, BlockMemoryError))
+    # A lack of shared memory, or of a package, is no fault of the item: all later ones would be
+    # skipped as well.
+    is_ours = isinstance(error, (StateMismatch, BlockMemoryError, FrameworkUnavailable))
     return on_error != "raise" and isinstance(error, Exception) and not is_ours
 
 

@@ -221,26 +221,9 @@ class Shard(Seeded):
         return {name: value for name, value in self.__dict__.items() if name != "_reports"}
 
 
-class CaughtErrors(list[CaughtError]):
-    """The reports of a shard that were not sent.
-
-    Attributes:
-        heard: Function that is called after each new report; or None.
-    """
-
-    heard: Callable[[], None] | None = None
-
-    def append(self, report: CaughtError) -> None:
-        """Add a report."""
-        super().append(report)
-        heard = self.heard
-        if heard is not None:
-            heard()
-
-
-def collect_reports(shard: Shard) -> CaughtErrors:
+def collect_reports(shard: Shard) -> list[CaughtError]:
     """Return a list to which a shard's reports are appended from now on."""
-    reports = CaughtErrors()
+    reports: list[CaughtError] = []
     object.__setattr__(shard, "_reports", reports)
     return reports
 

@@ -24,7 +24,6 @@ from types import GeneratorType
 from typing import Any, TypeGuard
 
 from enqueuer.common import checks
-from enqueuer.common.catching import raised_here
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.monitoring.duplicates import SampleWatch
@@ -191,7 +190,7 @@ def _has_state(stateful: Any, state: Any) -> bool:
     """Return whether an object still has the state that was loaded."""
     try:
         return bool(stateful.state_dict() == state)
-    except raised_here(Exception):
+    except Exception:
         # States with arrays or tensors have no single truth.
         return True
 
@@ -274,7 +273,6 @@ def name_of(function: object) -> str:
 # Their classes and functions say little of the data, or are names of this package.
 _NAMELESS = frozenset({"builtins", "itertools", "functools", "numpy", "torch", "enqueuer"})
 # What a fingerprint counts; the others are compared alone.
-_COUNTED = frozenset({"files", "rows"})
 # Characters of a text, so that a state of many shards stays below 1 KiB.
 _MOST_TEXT = 60
 
@@ -334,8 +332,8 @@ def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return the differences of two fingerprints in words; what only one of them has is none.
 
     Example:
-        >>> changes({"files": 120, "shuffle": True, "order": 1}, {"files": 119, "shuffle": False})
-        ['it had 120 files, and here are 119', 'shuffle is True in the state and False here']
+        >>> changes({"rows": 120, "shuffle": True, "order": 1}, {"rows": 119, "shuffle": False})
+        ['it had 120 rows, and here are 119', 'shuffle is True in the state and False here']
     """
     found = []
     for name, now in here.items():
@@ -345,11 +343,8 @@ def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
                 found += [f"in {part!r}, {text}" for text in changes(before[part], now[part])]
         elif before == now:
             continue
-        elif name == "names":
-            # Other files have other names anyway.
-            found += ["its files had other names"] if saved["files"] == here["files"] else []
-        elif name in _COUNTED:
-            found.append(f"it had {before} {name}, and here are {now}")
+        elif name == "rows":
+            found.append(f"it had {before} rows, and here are {now}")
         else:
             found.append(f"{name} is {before!r} in the state and {now!r} here")
     return found

@@ -36,7 +36,7 @@ from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
 
 _log = logging.getLogger("enqueuer")
 
-# The ring has a word for each ticket that a worker has, and no job waits beside so many.
+# A worker of processes has a claim for each of its tickets, and no job waits beside so many.
 MOST_THREADS = 1024
 # Coroutines of an async function that run at once, if the user gave no number. If each waits for
 # 50 ms and computes for 3 ms, so many keep a CPU busy.

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import copy
 import operator
+import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -57,6 +59,9 @@ class Counted(Protocol[Element]):
 _FOR_EPOCHS = ("on_epoch_begin", "on_epoch_end")
 _KERAS = frozenset({"keras", "tf_keras", "tensorflow"})
 _BASES = frozenset({"PyDataset", "Sequence"})
+# An element may be a long text.
+_PATHS = reprlib.Repr()
+_PATHS.maxstring = 200
 # Stands for an element that is still to be fetched.
 FETCH: Any = object()
 
@@ -219,6 +224,14 @@ class TaskSource:
             )
         return elements
 
+    def path_of(self, index: int) -> str:
+        """Return the path that an element of a list is, or begins with, for an error; or ""."""
+        if type(self.items) not in (list, tuple) or index >= len(self.items):
+            return ""
+        element = self.items[index]
+        path = element[0] if isinstance(element, (tuple, list)) and element else element
+        return f" ({_PATHS.repr(str(path))})" if isinstance(path, (str, os.PathLike)) else ""
+
     def fetches_many(self, ticket: Ticket) -> bool:
         """Return whether `elements_of` calls the sequence's `__getitems__` for a ticket."""
         is_batch = ticket.elements is None and len(ticket.indices) > 1
@@ -246,7 +259,7 @@ class TaskSource:
         return result_of(result) if self.is_async else result
 
     def results_of(self, ticket: Ticket, elements: Iterable[Any]) -> Iterable[Any]:
-        """Return the results of a ticket as an iterator that is written in C.
+        """Return an iterator of the results of a ticket.
 
         Args:
             ticket: The ticket.

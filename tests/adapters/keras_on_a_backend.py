@@ -4,6 +4,8 @@ import functools
 import gc
 import os
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -32,6 +34,9 @@ from enqueuer.enqueuers.enqueuer import core_of
 # of Keras with torch
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
+IF_DROPPED = pytest.mark.skipif(
+    ON_TENSORFLOW, reason="TensorFlow keeps each dataset as long as the program runs"
+)
 BOTH = pytest.mark.parametrize(
     "backend",
     [{"backend": "thread"}, {"backend": Processes(start_method="forkserver")}],
@@ -117,6 +122,22 @@ def warm():
     recorder().fit(Plain(), verbose=0)
     recorder().fit(x, y, verbose=0)
     recorder().predict(x, verbose=0)
+
+
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch):
+    """Stop the datasets that TensorFlow keeps as long as the program runs."""
+    make, made = EnqueuerDataset, weakref.WeakSet()
+
+    def note(*arguments, **options):
+        dataset = make(*arguments, **options)
+        made.add(dataset)
+        return dataset
+
+    monkeypatch.setitem(globals(), "EnqueuerDataset", note)
+    yield
+    for dataset in made:
+        dataset.stop()
 
 
 class Plain(keras.utils.PyDataset):
@@ -282,6 +303,7 @@ class StopAt(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@IF_DROPPED
 @BOTH
 def test_the_workers_go_with_the_dataset(backend):
     enqueuer = ordered(4, **backend)
@@ -292,6 +314,7 @@ def test_the_workers_go_with_the_dataset(backend):
     assert gone(enqueuer)
 
 
+@IF_DROPPED
 def test_the_workers_end_after_a_fit_whose_result_is_dropped():
     train, check = ordered(4), ordered(3)
     model = recorder()
@@ -300,6 +323,7 @@ def test_the_workers_end_after_a_fit_whose_result_is_dropped():
     assert gone(check)
 
 
+@IF_DROPPED
 @pytest.mark.parametrize("error", [RuntimeError("diverged"), KeyboardInterrupt()], ids=repr)
 def test_the_workers_go_after_an_exception_in_a_callback(error):
     enqueuer, model = ordered(50), recorder()
@@ -313,6 +337,7 @@ def test_the_workers_go_after_an_exception_in_a_callback(error):
     assert gone(enqueuer)
 
 
+@IF_DROPPED
 def test_the_workers_go_after_a_stop_amid_an_epoch():
     enqueuer, model = ordered(50), recorder()
     model.fit(EnqueuerDataset(enqueuer), verbose=0, callbacks=[StopAt(5)])
@@ -351,15 +376,41 @@ def test_after_a_broken_epoch_the_next_one_begins(is_mine, error):
     enqueuer.stop()
 
 
-def test_what_still_reads_for_an_old_call_is_refused():
+def test_a_thread_that_still_reads_for_an_old_call_takes_nothing():
+    """On TensorFlow it waits for a batch when the next call begins."""
+    go = threading.Event()
+
+    def column_after(element, task):
+        if element == 4:
+            go.wait(LIMIT)
+        return column_of(element, task)
+
+    dataset, model = EnqueuerDataset(OrderedEnqueuer(range(8), column_after)), recorder()
+    with pytest.raises(RuntimeError, match="diverged") as raised:
+        model.fit(dataset, verbose=0, callbacks=[StopAt(2, RuntimeError("diverged"))])
+    threading.Timer(0.1, go.set).start()
+    assert predicted(model, dataset) == list(range(100, 108))
+    assert raised.tb  # which has kept the iterator of Keras until now
+
+
+def test_only_the_thread_that_asks_for_the_length_may_inspect():
     dataset = EnqueuerDataset(ordered(4))
-    adapter = keras.src.trainers.data_adapters.get_data_adapter(dataset)
-    old = adapter.get_numpy_iterator()
-    assert next(old)[0][0, 0] == 0
-    assert predicted(recorder(), dataset) == [0, 1, 2, 3]
-    with pytest.raises(InvalidState, match="another call"):
-        next(old)
-    assert predicted(recorder(), dataset) == [100, 101, 102, 103]
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            assert dataset.num_batches == 4
+            with pytest.raises(InvalidState, match="two calls"):
+                pool.submit(dataset.__getitem__, 3).result(LIMIT)
+            assert dataset[0][0][0, 0] == 0
+            with pytest.raises(InvalidState, match="two calls"):
+                pool.submit(dataset.__getitem__, 3).result(LIMIT)
+    assert [dataset[i][0][0, 0] for i in range(1, 4)] == [1, 2, 3]
+
+
+def test_two_who_read_one_pass_are_told():
+    dataset = EnqueuerDataset(ordered(4))
+    assert dataset[0] is not None
+    with pytest.raises(InvalidState, match="two calls"):
+        dataset[0]
 
 
 def test_after_a_break_what_has_no_end_goes_on():
@@ -423,6 +474,7 @@ def test_an_error_in_the_first_batch_arrives_as_itself():
         recorder().fit(dataset, verbose=0)
 
 
+@IF_DROPPED  # an enqueuer that has failed keeps its memory
 def test_a_killed_worker_is_an_error():
     fatal = functools.partial(columns_then, kill_self, 5)
     enqueuer = OrderedEnqueuer(range(9), fatal, backend=Processes(start_method="forkserver"))
@@ -445,8 +497,7 @@ def test_keras_is_to_have_no_workers_of_its_own():
     with pytest.raises(TypeError, match="workers"):
         EnqueuerDataset(ordered(4), workers=2)
     dataset = EnqueuerDataset(ordered(4))
-    with pytest.raises(AttributeError):
-        dataset.workers = 2
+    assert (dataset.workers, dataset.use_multiprocessing) == (1, False)
 
 
 def test_a_stop_wakes_a_thread_that_waits_for_a_batch():

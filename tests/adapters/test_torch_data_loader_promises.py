@@ -196,9 +196,9 @@ class Numbers(data.IterableDataset):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_stream_that_shuffles_is_resumed_in_each_epoch(persistent, workers):
-    def script():
-        torch.manual_seed(0)
-        return DataLoader(Numbers(), 4, num_workers=workers, persistent_workers=persistent)
+    def script(kind=DataLoader):
+        options = {"persistent_workers": persistent, "generator": torch.Generator().manual_seed(0)}
+        return kind(Numbers(), 4, num_workers=workers, **options)
 
     loader, states, epochs = script(), [], []
     for _ in range(3):
@@ -207,9 +207,7 @@ def test_a_stream_that_shuffles_is_resumed_in_each_epoch(persistent, workers):
             epochs[-1].append(batch.tolist())
             states.append((len(epochs) - 1, len(epochs[-1]), loader.state_dict()))
     # The first one is torch's; later ones must not depend on what a worker drew before.
-    torch.manual_seed(0)
-    theirs = data.DataLoader(Numbers(), 4, num_workers=workers)
-    assert [batch.tolist() for batch in theirs] == epochs[0]
+    assert [batch.tolist() for batch in script(data.DataLoader)] == epochs[0]
     for epoch, step, state in states:
         later = script()
         later.load_state_dict(json.loads(json.dumps(state)))

@@ -98,9 +98,7 @@ def test_a_sampler_that_ends_too_early_is_an_error(workers):
         resumed(lambda: DataLoader(ROWS, 2, sampler=rows, num_workers=workers), state)
 
 
-@pytest.mark.parametrize(
-    "options", [{"on_error": "skip"}, {"in_order": False}, {"in_order": 4}], ids=str
-)
+@pytest.mark.parametrize("options", [{"on_error": "skip"}, {"in_order": False}], ids=str)
 @pytest.mark.parametrize("kind", [SameEachEpoch, InAnObject])
 def test_batches_that_were_left_out_or_passed_by_others_are_compared(kind, options):
     class Failing(data.Dataset):

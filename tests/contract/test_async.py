@@ -1,16 +1,19 @@
 """`async for`: the event loop goes on, and a task that is cancelled loses nothing."""
 
 import asyncio
+import functools
 import gc
 import itertools
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 from helpers import LIMIT, counting, hang, raise_value_error, twelve, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer.enqueuers import async_iteration
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -503,3 +506,25 @@ class Unpicklable:
 
     def __call__(self):
         yield 1
+
+
+def test_an_exception_of_a_handler_before_a_wait_makes_no_later_one_endless(monkeypatch):
+    """It strikes when a thread was started to wait, and before its end was to be told."""
+
+    class Struck:
+        is_struck = False
+
+        def __call__(self, function, *args):
+            if function is async_iteration._end and not self.is_struck:
+                self.is_struck = True
+                raise ValueError("of the handler")
+            return functools.partial(function, *args)
+
+    gate = Gate()
+    with GeneratorEnqueuer(gate) as enqueuer, gate:
+        with monkeypatch.context() as patch:
+            patch.setattr(async_iteration, "functools", SimpleNamespace(partial=Struck()))
+            with pytest.raises(ValueError, match="of the handler"):
+                run(take(enqueuer, 1))
+            gate.let(2)
+            assert run(take(enqueuer, 2)) == [0, 1]

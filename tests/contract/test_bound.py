@@ -6,6 +6,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from conftest import without
 from helpers import LIMIT, Gated, backend_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
+from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.enqueuers.enqueuer import core_of
 
 
 class Counter:
@@ -205,3 +208,31 @@ def test_nobody_polls_while_nothing_happens(backend, ordered, tmp_path):
             wait_until(lambda: "enqueuer-worker" not in str(threading.enumerate()))
         else:
             enqueuer.stop(timeout=0)
+
+
+def six_hundred_and_gap():
+    yield from range(600)
+    time.sleep(1)
+    yield 600
+
+
+@pytest.mark.local
+def test_nobody_polls_while_a_worker_reads_nothing(process, monkeypatch):
+    """With a bound on bytes each item that is taken is a packet, and fewer fit into the socket."""
+    polls, poll = [], ProcessPool._poll
+    options = dict(max_queue_size=1000, max_queue_bytes=10**6, **process)
+    with GeneratorEnqueuer(six_hundred_and_gap, **options) as enqueuer:
+        (worker,) = core_of(enqueuer).run.backend.pool.workers
+
+        def all_have_come():
+            worker.inbox.read()
+            return worker.inbox.control.items == 600
+
+        wait_until(all_have_come)
+        batches = iter(enqueuer)
+        assert [next(batches) for _ in range(600)] == list(range(600))
+        assert worker.inbox.is_owing
+        monkeypatch.setattr(ProcessPool, "_poll", lambda *args: (polls.append(args), poll(*args)))
+        assert list(batches) == [600]
+    # That it goes on, the item, and the end.
+    assert len(polls) < 10

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BACKENDS, chosen
+from conftest import BACKENDS, chosen, without
 from helpers import LIMIT, kill_self, wait_until
 
 from enqueuer import BatchTimeout, OrderedEnqueuer, StopWarning, WorkerDied, imap, replay
@@ -108,6 +108,15 @@ def test_elements_run_at_once_also_those_of_one_batch(backend, tmp_path, size):
     options = dict(concurrency=4, batch_size=size, collate=list if size else None)
     found = list(imap(Meeting(tmp_path, 4), range(8), max_queue_size=1, **options, **backend))
     assert (found if size is None else flat(found)) == list(range(8))
+
+
+# A socket for datagrams does not show on every system that there is room.
+@pytest.mark.parametrize("options", without("thread", "process-fork-portable"))
+def test_elements_run_at_once_of_which_few_fit_into_a_socket(options, tmp_path):
+    """Not even one result comes before all of them run."""
+    elements, meeting = ((x, bytes(15_000)) for x in range(32)), Meeting(tmp_path, 32)
+    found = imap(lambda pair: meeting(pair[0]), elements, 32, concurrency=32, **options)
+    assert list(found) == list(range(32))
 
 
 def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
@@ -284,6 +293,20 @@ def test_all_tasks_of_a_dead_worker_are_done_again(process, tmp_path, size):
         found = list(enqueuer)
         assert enqueuer.restart_count == 1
     assert (found if size is None else flat(found)) == list(range(40))
+
+
+@pytest.mark.local
+def test_a_task_that_runs_is_known_to_be_its_workers(process, tmp_path):
+    """Or what living workers do is done again when another one dies."""
+    gates = Gates(tmp_path)
+    with OrderedEnqueuer(range(4), gates, concurrency=2, workers=2, **process) as enqueuer:
+        gates.wait_for(0, 1, 2, 3)
+        pool = core_of(enqueuer).run.backend.pool
+        known = [pool.dispatch.current(worker) for worker in pool.workers]
+        assert sorted(map(len, known)) == [2, 2]
+        assert sorted(flat(known)) == [0, 1, 2, 3]
+        gates.open(0, 1, 2, 3)
+        assert list(enqueuer) == [0, 1, 2, 3]
 
 
 @pytest.mark.local

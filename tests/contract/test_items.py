@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import threading
-import types
 
 import numpy as np
 import psutil
@@ -308,11 +307,11 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
-    inbox, taken = ThreadInbox(4), types.SimpleNamespace(numbers={}, last=0, items=0)
+    inbox = ThreadInbox(4)
     sender = thread_sender.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
 
     def digest(batch):
-        for _ in inbox.items(1, taken):
+        for _ in inbox.take(1):
             batch += 1
         return duplicates.digest(batch)
 

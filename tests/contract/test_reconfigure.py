@@ -123,18 +123,15 @@ def _change_meanwhile(change, is_async):
         assert change == "stop" or len(seen) == 1000
 
 
-def test_a_signal_handler_may_reconfigure_while_the_loop_waits(backend, whole, monkeypatch):
-    """The loop goes on with the new workers; it must not take their change for its end."""
+def test_a_change_by_code_that_runs_in_the_wait_is_refused(backend, whole, monkeypatch):
+    """It would wait for itself; the loop goes on afterwards."""
     with make(workers=2, **backend) as enqueuer:
-        old = core_of(enqueuer).run.backend
-        wait = old.wait
-
-        def interrupted(*args):  # a handler runs in the thread that waits
-            if core_of(enqueuer).run.backend is old:
-                enqueuer.reconfigure(workers=3)
-            return wait(*args)
-
-        monkeypatch.setattr(old, "wait", interrupted)
+        backend = core_of(enqueuer).run.backend
+        # As if a handler ran in the thread that waits.
+        monkeypatch.setattr(backend, "wait", lambda *_: enqueuer.reconfigure(workers=3))
+        with pytest.raises(InvalidState, match="between two batches"):
+            next(iter(enqueuer))
+        monkeypatch.undo()
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
 
 

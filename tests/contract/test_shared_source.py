@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
-from enqueuer.datasets.files import FileBatches
 
 METHODS = ["forkserver", "spawn"]
 MEGABYTE = 1 << 20
@@ -93,18 +92,6 @@ def test_a_long_list_gives_what_the_sequence_gives(backend):
     with OrderedEnqueuer(pairs, joined, workers=2, batch_size=50, **backend) as enqueuer:
         batches = [list(batch) for batch in enqueuer]
     assert list(itertools.chain(*batches)) == [joined(pair) for pair in pairs]
-
-
-def test_a_long_list_of_files_is_loaded(process):
-    names = [f"{number}.jpg" for number in range(10_050)]
-    labels = list(range(len(names)))
-    files = FileBatches(
-        list(zip(names, labels, strict=True)), len, 50, shuffle=False, with_labels=True
-    )
-    with GeneratorEnqueuer(files, workers=2, **process) as enqueuer:
-        batches = list(enqueuer)
-    assert np.concatenate([sizes for sizes, _ in batches]).tolist() == list(map(len, names))
-    assert np.concatenate([numbers for _, numbers in batches]).tolist() == labels
 
 
 @pytest.fixture(scope="module")

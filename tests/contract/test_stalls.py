@@ -18,7 +18,6 @@ import pytest
 from helpers import Gated, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, imap, prefetch
-from enqueuer.datasets.files import FileBatches
 from enqueuer.enqueuers.enqueuer import core_of
 
 ALL = [(shard, number) for number in range(3) for shard in range(2)]
@@ -389,8 +388,7 @@ def stuck_row(folder, index):
 def test_a_stall_of_a_reader_is_told_by_the_users_code_in_it(backend, tmp_path):
     path = tmp_path / "one"
     path.touch()
-    files = FileBatches([path], stuck, batch_size=1)
-    with GeneratorEnqueuer(files, timeout=0.2, stall_timeout=None, **backend) as enqueuer:
+    with OrderedEnqueuer([path], stuck, timeout=0.2, stall_timeout=None, **backend) as enqueuer:
         text = text_when(enqueuer, "in stuck")
         path.unlink()
     assert "is here" in text

@@ -4,6 +4,7 @@ import itertools
 import operator
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -14,7 +15,9 @@ import pytest
 from conftest import IS_RAY, without
 from helpers import LIMIT, backend_of, twelve, wait_until
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, exports
+from enqueuer.common import text
+from enqueuer.monitoring import progress
 from enqueuer.monitoring.stats import HARDLY_WAITS, OFTEN_LACKS_CPU
 
 BACKENDS = without("process-spawn", "process-fork-portable")
@@ -553,6 +556,46 @@ def test_one_line_and_html_say_the_same_as_the_table():
     assert "\n" not in repr(stats)
     html = operator.methodcaller("_repr_html_")(stats)
     assert unescape(html) == f"<pre>{stats}</pre>"
+
+
+class Bar:
+    """A bar of tqdm that keeps its text; the last one made is `last`."""
+
+    def __init__(self, **options):
+        Bar.last = self
+
+    def update(self, more):
+        pass
+
+    def set_postfix_str(self, text, refresh):
+        self.text = text
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_one_run_has_one_share_of_waiting_and_one_rate(backend):
+    """In the statistics, the bottleneck, the log line and the bar."""
+    options = dict(workers=2, progress=Bar, backend=backend)
+    with GeneratorEnqueuer(sleeping(0.01, 12), **options) as enqueuer:
+        # A long start would be the bottleneck.
+        wait_until(lambda: enqueuer.stats().queue_size > 0)
+        for _ in enqueuer:
+            time.sleep(0.002)
+    stats = enqueuer.stats()
+    said = "\n".join([str(stats), exports.line(stats), Bar.last.text])
+    shares = re.findall(r"(?:loop wait\w*|it waited|^waiting) ([\d.]+ %)", said, re.MULTILINE)
+    # Beside those of the sentence, which not every bottleneck has.
+    assert len(shares) >= 3, said
+    assert set(shares) == {text.percent(stats.waiting_share)}
+    rates = re.findall(r"([\d.,]+) (?:a second|batches/s)", said)
+    assert set(rates) == {text.rate(stats.items_per_s)}
+    # The line and the bar have the kind and the change; the table has the whole sentence.
+    found = stats.bottleneck()
+    for shown in (exports.line(stats), progress.postfix(stats)):
+        assert f" {shares[0]} ({found.short})" in shown
+    assert said.count(str(found)) == 1
 
 
 def test_without_order_no_wait_is_for_one_worker():

@@ -14,7 +14,15 @@ from types import MappingProxyType, ModuleType
 
 import numpy as np
 import pytest
-from helpers import LIMIT, Reiterable, backend_of, kill_self, start_method_of, wait_until
+from helpers import (
+    LIMIT,
+    Gated,
+    Reiterable,
+    backend_of,
+    kill_self,
+    start_method_of,
+    wait_until,
+)
 
 from enqueuer import (
     EmptyEpochWarning,
@@ -100,6 +108,20 @@ def test_global_generators_are_seeded_for_each_element(process):
 def test_as_they_come_each_comes_once(backend):
     with make(map=double, ordered=False, workers=3, **backend) as enqueuer:
         assert sorted(enqueuer) == sorted(enqueuer) == [2 * x for x in range(23)]
+
+
+def test_as_they_come_a_slow_one_stops_no_others(options, tmp_path):
+    class SlowFirst(Gated):
+        def __call__(self, x):
+            return self.item(0, x)[1]
+
+    work = SlowFirst(tmp_path, stops=[(0, 0)])
+    options = dict(workers=2, max_queue_size=2, ordered=False, **options)
+    with OrderedEnqueuer(range(60), work, **options) as enqueuer:
+        batches = iter(enqueuer)
+        assert sorted(next(batches) for _ in range(59)) == list(range(1, 60))
+        work.let_on()
+        assert list(batches) == [0]
 
 
 def test_a_break_goes_on_with_the_next(backend):

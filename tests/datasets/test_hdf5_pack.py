@@ -29,7 +29,6 @@ from enqueuer import (  # noqa: E402
     WorkerDied,
 )
 from enqueuer.datasets.arrays import ArraySource  # noqa: E402
-from enqueuer.datasets.files import FileBatches  # noqa: E402
 from enqueuer.datasets.hdf5 import HDF5Source, pack  # noqa: E402
 
 Pair = collections.namedtuple("Pair", "x y")
@@ -646,19 +645,13 @@ def test_a_run_over_other_rows_of_a_file_is_not_resumed(tmp_path, pair, other):
     [
         (ArraySource, [{"x": np.arange(16)}, 2], "_arrays _count _identity _places"),
         (
-            FileBatches,
-            [["a", "b", "c", "d", "e", "f", "g", "h"], np.array, 2],
-            "_collate _drop_last _identity _labels _names_hash _on_error _paths _with_labels "
-            "_with_names",
-        ),
-        (
             HDF5Source,
             ["pair.h5", None, 2],
             "_drop_last _edges _first _identity _is_one _is_tuple _names _path _reader _size _stop "
             "_window",
         ),
     ],
-    ids=["arrays", "files", "hdf5"],
+    ids=["arrays", "hdf5"],
 )
 def test_a_source_of_this_package_is_resumed(tmp_path, monkeypatch, pair, kind, arguments, names):
     class Source(FailsOnce, kind):
@@ -670,7 +663,7 @@ def test_a_source_of_this_package_is_resumed(tmp_path, monkeypatch, pair, kind, 
     with pytest.raises(ValueError, match="interrupted"):
         pack(source, "a.h5", shards=4, **THREAD)
     assert sorted(json.loads(Path("a.h5.parts/pack.json").read_text())["bound"]) == names.split()
-    assert pack(source, "a.h5", shards=4, **THREAD) == (8 if kind is FileBatches else 16)
+    assert pack(source, "a.h5", shards=4, **THREAD) == 16
 
 
 def test_values_that_are_bound_are_not_written_down(tmp_path):

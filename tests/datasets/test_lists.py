@@ -1,13 +1,18 @@
-"""Finding files, and reading lists of them."""
+"""Finding files, reading lists of them, and loading these."""
 
 import os
+import re
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers import needs_installed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.datasets.files import FileEntry, find_files, read_list
+from enqueuer import FrameworkUnavailable, OrderedEnqueuer
+from enqueuer.datasets.files import find_files, load_array, load_image, read_list
 
 TEXT = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\0"), min_size=1, max_size=8
@@ -32,7 +37,7 @@ def test_whatever_is_in_quotes_comes_back(tmp_path_factory, entries, end):
     lines = [f" {quoted(name)}\t{quoted(label)} # {label}" for name, label in entries]
     path.write_text("".join(line + end for line in lines), encoding="utf-8", newline="")
     assert read_list(path, label=str) == [
-        FileEntry(os.path.join(path.parent, name), label) for name, label in entries
+        (os.path.join(path.parent, name), label) for name, label in entries
     ]
 
 
@@ -88,8 +93,8 @@ def test_a_mark_of_utf8_and_names_that_are_not_utf8_are_read(tmp_path):
     path.write_bytes(b"\xef\xbb\xbfa.png\n\xff.png\n")
     (tmp_path / os.fsdecode(b"\xff.png")).write_bytes(b"it")
     first, second = read_list(path)
-    assert os.path.basename(first.path) == "a.png"
-    assert Path(second.path).read_bytes() == b"it"
+    assert os.path.basename(first[0]) == "a.png"
+    assert Path(second[0]).read_bytes() == b"it"
 
 
 def test_a_list_that_is_missing_says_so(tmp_path):
@@ -178,3 +183,87 @@ def test_a_pattern_that_matches_no_file_is_an_error(tree, pattern):
 def test_no_pattern_is_an_error():
     with pytest.raises(TypeError, match="needs a pattern"):
         find_files()
+
+
+# --- loading ---
+
+
+def load(file):
+    path, label = file
+    return load_image(path, mode="BGR", size=(8, 6)), label
+
+
+def test_a_list_of_images_becomes_batches(backend, tmp_path):
+    needs_installed("PIL")
+    from PIL import Image
+
+    lines = []
+    for number in range(7):
+        name = f"image {number}.png"
+        Image.fromarray(np.full((5, 4, 3), 30 * number, np.uint8)).save(tmp_path / name)
+        lines.append(f'"{name}" {number}  # it is grey\n')
+    (tmp_path / "train.txt").write_text("".join(lines))
+    files = read_list(tmp_path / "train.txt")
+    with OrderedEnqueuer(files, load, True, batch_size=3, workers=2, **backend) as enqueuer:
+        assert len(enqueuer) == 3
+        for _ in range(2):
+            seen = []
+            for images, labels in enqueuer:
+                assert images.shape == (len(labels), 8, 6, 3)
+                assert (images == 30 * labels[:, None, None, None]).all()
+                seen.extend(labels.tolist())
+            assert sorted(seen) == list(range(7))
+
+
+def label_of(file):
+    return load_array(file[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [(list, str), (tuple, Path), (list, lambda path: (path, 3)), (list, lambda path: [path, 3])],
+    ids=["paths", "a tuple", "pairs", "lists"],
+)
+def test_an_error_names_the_file(kind, of, backend, tmp_path, caplog):
+    (tmp_path / "b.npy").touch()
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    paths = [str(tmp_path / name) for name in ("a.npy", "b.npy")]
+    files, function = kind(map(of, paths)), load_array
+    if isinstance(files[0], (tuple, list)):
+        function = label_of
+    with OrderedEnqueuer(files, function, **backend) as enqueuer, pytest.raises(EOFError) as caught:
+        list(enqueuer)
+    says = f"task 1, element 1 ({paths[1]!r})"
+    assert caught.value.__notes__[-1].endswith(says)
+    options = dict(batch_size=2, on_error="skip", max_errors=1)
+    with OrderedEnqueuer(files, function, **options, **backend) as enqueuer:
+        assert [len(batch) for batch in enqueuer] == [1]
+    assert f"task 0, element 1 ({paths[1]!r}): EOFError" in caplog.text
+
+
+def test_a_long_text_is_named_in_short():
+    texts = ["a" * 9000, "b" * 9000]
+    with OrderedEnqueuer(texts, int) as enqueuer, pytest.raises(ValueError, match="inv") as caught:
+        list(enqueuer)
+    assert re.search(r"element 0 \('a+\.\.\.a+'\)$", caught.value.__notes__[-1])
+    assert len(caught.value.__notes__[-1]) < 300
+
+
+def lacking(path):
+    raise FrameworkUnavailable("pip install it")
+
+
+def test_a_missing_package_is_no_fault_of_a_file(backend):
+    with OrderedEnqueuer(["a", "b"], lacking, on_error="skip", **backend) as enqueuer:
+        with pytest.raises(FrameworkUnavailable):
+            list(enqueuer)
+
+
+def test_what_the_page_begins_with_runs(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[2] / "docs" / "howto" / "read_files.rst"
+    block = page.read_text().split(".. code-block:: python\n\n", 1)[1]
+    program = textwrap.dedent(block[: re.search(r"^\S", block, re.MULTILINE).start()])
+    monkeypatch.chdir(tmp_path)
+    exec(program, {})
+    whole, rest = "(64, 224, 224, 3) (64,)", "(36, 224, 224, 3) (36,)"
+    assert capsys.readouterr().out.splitlines() == [whole, rest] * 2

@@ -13,13 +13,11 @@ import pytest
 from helpers import LIMIT, METHODS, collect_until, counting, start_method_of, wait_until
 
 from enqueuer import BlockMemoryError, GeneratorEnqueuer, OrderedEnqueuer, Processes
-from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.backends.thread import inbox as inboxes
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring.meters import PHASE, WAITING
 from enqueuer.transport.packets import Packets
-from enqueuer.workers.messages import Start
 
 
 def forgotten(**options):
@@ -85,7 +83,7 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
         del enqueuer, batches
         armed.set()
         # This makes room, so the worker puts.
-        deque(inbox.items(1, AsTheyCome({0: Start()})), maxlen=0)
+        deque(inbox.take(1), maxlen=0)
         inbox.acknowledge()
         thread.join(LIMIT)
         assert not thread.is_alive()
@@ -128,7 +126,7 @@ def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiti
         del enqueuer, batches
         armed.set()
         # This makes room for one, so the worker sees that there is none for the next one.
-        deque(inbox.items(1, AsTheyCome({0: Start()})), maxlen=0)
+        deque(inbox.take(1), maxlen=0)
         inbox.acknowledge()
         thread.join(LIMIT)
         assert struck.is_set()

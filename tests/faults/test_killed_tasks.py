@@ -1,5 +1,6 @@
 """Workers of an OrderedEnqueuer that die: each result still comes once, in its place."""
 
+import contextlib
 import gc
 import logging
 import os
@@ -14,8 +15,9 @@ import psutil
 import pytest
 from helpers import start_method_of
 
-from enqueuer import OrderedEnqueuer, Processes, WorkerDied
+from enqueuer import BatchTimeout, OrderedEnqueuer, Processes, WorkerDied
 from enqueuer.backends.process.dispatch import PacketSizes
+from enqueuer.enqueuers.enqueuer import core_of
 
 KILLS = int(os.environ.get("ENQUEUER_KILLS", "8"))  # of each test and start method
 
@@ -120,6 +122,59 @@ def test_a_task_that_kills_every_time_is_named(process, tmp_path, workers):
         with pytest.raises(WorkerDied, match="3 workers died at this very item") as caught:
             list(enqueuer)
     assert "task 5, element 5" in caught.value.__notes__[0]
+
+
+class LargeTasks:
+    """Tasks that begin, and go on once they may; a worker that replaces another one is slow."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def start(self):
+        if list(self.path.glob("begun-*")):
+            helpers.wait_until((self.path / "may-start").exists)
+
+    def __call__(self, pair):
+        (self.path / f"begun-{pair[0]}").touch()
+        helpers.wait_until((self.path / "may-go-on").exists)
+        return pair[0]
+
+
+def test_a_loop_is_not_held_up_by_a_worker_that_reads_none_of_its_tasks(process, tmp_path):
+    tasks, count = LargeTasks(tmp_path), 32
+    slow = helpers.with_backend(process, initializer=tasks.start)
+    options = dict(concurrency=count, max_queue_size=count, max_restarts=1, timeout=0.5, **slow)
+    elements = [(x, bytes(15_000)) for x in range(count)]
+    with OrderedEnqueuer(iter(elements), tasks, **options) as enqueuer:
+        with pytest.raises(BatchTimeout):
+            next(enqueuer.get())
+        helpers.wait_until(lambda: waits_with(enqueuer, tmp_path, count))
+        (worker,) = core_of(enqueuer).run.backend.pool.workers
+        os.kill(worker.process.pid, signal.SIGKILL)
+        # All that it had are for its successor alone, and do not fit into its socket.
+        with pytest.raises(BatchTimeout):
+            next(enqueuer.get())
+        assert enqueuer.restart_count == 1
+        (tmp_path / "may-start").touch()
+        (tmp_path / "may-go-on").touch()
+        batches = enqueuer.get()
+        assert [taken(batches) for _ in range(count)] == list(range(count))
+
+
+def waits_with(enqueuer, path, count):
+    """Return whether so many tasks have begun, while the loop asks for a batch."""
+    with contextlib.suppress(BatchTimeout):
+        next(enqueuer.get())
+    return len(list(path.glob("begun-*"))) == count
+
+
+def taken(batches):
+    """Return the next batch, for which a worker that starts may need longer than the timeout."""
+    end = time.monotonic() + helpers.LIMIT
+    while time.monotonic() < end:
+        with contextlib.suppress(BatchTimeout):
+            return next(batches)
+    raise AssertionError("no batch")
 
 
 def test_a_worker_that_dies_idle_is_replaced(process):

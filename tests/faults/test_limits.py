@@ -5,7 +5,11 @@ import shutil
 import subprocess
 
 import pytest
-from helpers import METHODS, run_program
+from helpers import METHODS, run_program, twelve
+
+from enqueuer import GeneratorEnqueuer
+from enqueuer.transport.protocol import Kind
+from enqueuer.transport.receiver import ReceiverControl
 
 BEGIN = """
     import gc, os, resource, sys, threading
@@ -319,3 +323,23 @@ for _ in range(2):
 """
     code, out, err = run(text)
     assert (code, out, err) == (0, "", ""), err
+
+
+@pytest.mark.timeout(60)
+def test_credit_for_a_worker_whose_socket_is_full_is_sent_when_there_is_room(monkeypatch):
+    """The consumer sleeps until then; the worker, which waits for the credit, cannot wake it."""
+    refused = []
+
+    def send(control, kind, *args, **options):
+        if kind is Kind.CREDIT and len(refused) % 2 == 0:
+            refused.append(kind)
+            return False
+        refused.append(None)
+        return sent(control, kind, *args, **options)
+
+    sent = ReceiverControl.send
+    monkeypatch.setattr(ReceiverControl, "send", send)
+    options = {"workers": 2, "max_queue_size": 1, "backend": "process"}
+    with GeneratorEnqueuer(twelve, **options) as enqueuer:
+        assert list(enqueuer) == list(range(12))
+    assert Kind.CREDIT in refused

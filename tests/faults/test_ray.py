@@ -154,6 +154,33 @@ def test_a_worker_that_holds_the_gil_is_ended_all_the_same():
     wait_until(lambda: not psutil.pid_exists(pid))
 
 
+def test_a_handler_ends_a_wait_for_an_actor_and_the_loop_goes_on(tmp_path):
+    class Alarm(Exception):
+        pass
+
+    def alarm(number, frame):
+        raise Alarm
+
+    def source():
+        yield 0
+        wait_until(gate.exists)
+        yield 1
+
+    gate, main = tmp_path / "gate", threading.main_thread().ident
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with GeneratorEnqueuer(source, **RAY) as enqueuer:
+            batches = iter(enqueuer)
+            assert next(batches) == 0
+            threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+            with pytest.raises(Alarm):
+                next(batches)
+            gate.touch()
+            assert list(batches) == [1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 # --- what goes through ---
 
 

@@ -1,18 +1,20 @@
 """stop() is bounded in whatever state the workers are, and prompt if they can hear it."""
 
-import collections
 import os
 import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import helpers
 import pytest
 from helpers import LIMIT, counting, start_method_of, wait_until
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, StopWarning
+from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StopWarning
 from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.enqueuers.run import Locks, OwnedBackends
 
 PROMPT_S = 1.5  # 0.1 s, with nothing else to do; one that does not listen takes 2
 SLACK_S = 0.7  # over `timeout`
@@ -201,6 +203,40 @@ def test_a_thread_that_hangs_is_left_with_a_warning_that_shows_where():
         gate.set()
 
 
+def test_a_thread_makes_only_the_stop_that_was_asked_for_in_it():
+    locks, stopped = Locks(), []
+
+    def read():
+        with locks.reading():
+            pass
+
+    with locks.reading():
+        assert locks.defer_stop(lambda: stopped.append(threading.get_ident()))
+        other = threading.Thread(target=read)
+        other.start()
+        # Releases the lock, as a loop does that waits for new workers.
+        locks.changed.wait_for(lambda: not other.is_alive(), 0.5)
+        other.join(LIMIT)
+        assert not other.is_alive()
+        assert stopped == []
+    assert stopped == [threading.get_ident()]
+
+
+def test_a_backend_is_seen_while_another_thread_removes_the_one_before():
+    """`reconfigure()` has ended the old workers, and the new ones are to be stopped."""
+
+    class Removed:
+        @property
+        def alive(self):
+            del owned._backends[0]
+            return False
+
+    owner = Locks()
+    owned = OwnedBackends(owner)
+    owned._backends = [(None, Removed()), (None, SimpleNamespace(alive=True))]
+    assert owned.are_running
+
+
 def with_eight_ready():
     """Return an enqueuer whose loop has two batches, and eight are ready, the last ones."""
     first_is_taken = threading.Event()
@@ -258,35 +294,49 @@ def test_what_another_thread_does_during_stop_loses_no_batch(act, monkeypatch):
     assert states in ([], [expected])
 
 
-class _Switching(collections.deque):
-    """Lets another loop take a batch after each one that stop() removes, as a thread switch may."""
+class Loaded:
+    """An item that the loop takes its time to load, the first time that it is the last one."""
 
-    def pop(self):
-        removed = super().pop()
-        take(self)
-        return removed
+    is_loading = threading.Event()
+    is_stopped = threading.Event()
 
-    def popleft(self):
-        removed = super().popleft()
-        take(self)
-        return removed
+    def __init__(self, number):
+        self.number = number
 
-
-def take(ready):
-    if ready:
-        ready.taken.append(ready[0][2])
-        del ready[0]
+    def __reduce__(self):
+        return load, (self.number,)
 
 
-def test_batches_taken_while_stop_drops_the_others_are_the_next_ones():
-    """An iterator takes without the lock; nothing is skipped, and the position follows."""
-    enqueuer = with_eight_ready()
-    reader = core_of(enqueuer).reader
-    reader.ready = ready = _Switching(reader.ready)
-    ready.taken = []
-    enqueuer.stop()
-    assert ready.taken == [2, 3, 4, 5]
-    assert enqueuer.state_dict()["positions"] == [[0, 6]]
+def load(number):
+    if number == 5:
+        Loaded.is_loading.set()
+        assert Loaded.is_stopped.wait(LIMIT)
+    return Loaded(number)
+
+
+def six(shard):
+    yield from map(Loaded, shard.split(range(6)))
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_is_loaded_while_stop_does_not_wait_comes_once(shards):
+    """The loop's thread has the lock for longer than stop() waits for it."""
+    Loaded.is_loading.clear()
+    Loaded.is_stopped.clear()
+    fork = Processes(start_method="fork")
+    with GeneratorEnqueuer(six, shards=shards, workers=shards, backend=fork) as enqueuer:
+        # All wait, and are loaded by one call.
+        wait_until(lambda: enqueuer.stats().queue_size == 6)
+        with ThreadPoolExecutor() as pool:
+            found = pool.submit(lambda: [item.number for item in enqueuer])
+            assert Loaded.is_loading.wait(LIMIT)
+            enqueuer.stop(0)
+            Loaded.is_stopped.set()
+            seen = found.result(LIMIT)
+        enqueuer.load_state_dict(enqueuer.state_dict())
+        enqueuer.start()
+        assert seen + [item.number for item in enqueuer] == list(range(6))
 
 
 def test_a_queue_of_a_stopped_enqueuer_ends_no_epoch():

@@ -36,7 +36,6 @@ def test_every_public_name_is_documented(thing):
         enqueuer.prefetch,
         enqueuer.empty,
         enqueuer.empty_like,
-        enqueuer.headroom,
     ],
 )
 def test_what_one_uses_shows_an_example_that_runs(thing):

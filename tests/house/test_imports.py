@@ -13,7 +13,6 @@ import reading_cost
 RANKS = [
     ["__main__"],
     ["cli"],
-    ["tools"],
     ["__init__"],
     ["adapters", "datasets"],
     ["enqueuers"],
@@ -39,7 +38,6 @@ THIRD_PARTIES = {
         "datasets.hdf5.rows",
         "datasets.hdf5.source",
         "datasets.hdf5.writer",
-        "datasets.files.batches",
         "datasets.arrays",
         "datasets.epochs",
         "datasets.files.loaders",
@@ -53,16 +51,16 @@ THIRD_PARTIES = {
         "transport.small_arrays",
         "workers.arrays",
         "backends.ray.channel",
-        "tools.demo",
+        "cli.demo",
         "monitoring.duplicates",
     },
     "cloudpickle": {"transport.definitions"},
     "ray": {"backends.ray.actor"},
     "tblib": {"transport.errors"},
-    "PIL": {"tools.demo", "datasets.files.loaders"},
-    "sklearn": {"tools.demo"},
-    "threadpoolctl": {"tools.demo", "workers.native"},
-    "tqdm": {"tools.demo"},
+    "PIL": {"cli.demo", "datasets.files.loaders"},
+    "sklearn": {"cli.demo"},
+    "threadpoolctl": {"cli.demo", "workers.native"},
+    "tqdm": {"cli.demo"},
     "torch": {"adapters.torch.loader"},  # for type checkers only
     "typing_extensions": {"enqueuers.enqueuer", "enqueuers.options"},
 }
@@ -81,7 +79,6 @@ INNER = {
     ("common.checks", "difflib"),
     ("common.extras", "importlib"),
     ("monitoring.trace_file", "json"),
-    ("tools.bench", "resource"),
     ("transport.culprit", "enqueuer"),
     ("transport.errors", "enqueuer"),
     ("transport.item_codec", "enqueuer"),
@@ -179,9 +176,9 @@ def test_importing_the_package_imports_no_framework_and_no_extra():
     assert done.stdout == "[]\n"
 
 
-# Modules that a first start imports, since many programs never need them: threadpoolctl for a fork
-# in a process with native threads, the others to pickle a source for the fork server, and to start
-# multiprocessing's resource tracker.
+# Modules that a first start imports beside its pool, since many programs never need them:
+# threadpoolctl for a fork in a process with native threads, the others to pickle a source for the
+# fork server, and to start multiprocessing's resource tracker.
 LATE = {
     "fork": {"threadpoolctl"},
     "forkserver": {
@@ -204,6 +201,7 @@ LATE = {
 def test_a_first_start_imports_nothing_else(kind, source, method):
     program = f"""
 import sys
+import enqueuer.backends.process.pool
 from enqueuer import {kind}, Processes
 
 before = set(sys.modules)
@@ -216,6 +214,22 @@ print(sorted(set(sys.modules) - before))
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert set(ast.literal_eval(done.stdout)) <= LATE[method]
+
+
+def test_a_program_with_threads_imports_nothing_for_processes():
+    program = """
+import sys
+from enqueuer import GeneratorEnqueuer
+
+with GeneratorEnqueuer(lambda: iter("ab")) as enqueuer:
+    assert list(enqueuer) == ["a", "b"]
+folders = ("enqueuer.backends.process", "enqueuer.transport")
+print([name for name in sys.modules if name.startswith(folders)])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_the_package_alone_imports_no_enqueuer_and_no_backend():

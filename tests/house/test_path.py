@@ -25,10 +25,10 @@ STREAM = "backends/ray/actor.py"
 LARGE = 100_000  # numbers, 800 kB
 # Files, and functions, that may be passed on both sides.
 LIMITS = {
-    ("batch", "threads"): (10, 45),
-    ("batch", "processes"): (16, 100),
-    ("task", "threads"): (14, 75),
-    ("task", "processes"): (20, 110),
+    ("batch", "threads"): (13, 60),
+    ("batch", "processes"): (19, 112),
+    ("task", "threads"): (16, 86),
+    ("task", "processes"): (22, 120),
 }
 
 

@@ -14,14 +14,15 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 23365
-MOST_FILES = 139
-MOST_FORWARDING_METHODS = 30
+MOST_CODE_LINES = 21040
+MOST_TOKENS = 180194
+MOST_FILES = 133
+MOST_FORWARDING_METHODS = 21
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
-MOST_FILES_ABOUT_HANDLERS = 12
+MOST_FILES_ABOUT_HANDLERS = 13
 
 MOST_LINES = 750
-MOST_PARAMETERS = 27
+MOST_PARAMETERS = 25
 
 # The findings read the numbers of `Stats`, whose method finds them.
 LONG_FILES = {"monitoring/stats.py"}
@@ -60,6 +61,7 @@ def parameters_of(node):
 
 def test_the_package_does_not_grow():
     assert reading_cost.total_lines() <= MOST_CODE_LINES
+    assert reading_cost.total_tokens() <= MOST_TOKENS
     assert len(reading_cost.sources()) <= MOST_FILES
     assert len(reading_cost.forwarding_methods()) <= MOST_FORWARDING_METHODS
 

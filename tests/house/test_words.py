@@ -13,13 +13,12 @@ PAGES = [
 ]
 # Words that were used for what the second one names.
 INSTEAD = {
-    r"roads?": "ring, channel",
+    r"roads?": "channel",
     r"shel(f|ves|ved)": "reorder buffer",
     r"ticket ?office": "task queue",
     r"tuners?": "autoscaler",
     r"verdicts?": "bottleneck",
     r"worker_?end|consumer_?end": "item sender, item receiver",
-    r"fall_asleep": "arm_wake_up",
     r"greet(s|ed)?|hello|bye": "ready, end frame",
     r"obituary|epitaph|mourned|see_off": "death message, reap",
     r"came_home|tell_home": "release",

@@ -187,6 +187,20 @@ def test_a_tree_is_compared_with_another(tmp_path):
     assert rows == {f"{a}, {b}" for a in ("tiny", "tasks-batch") for b in ("thread", "process")}
 
 
+def test_settings_are_compared(tmp_path):
+    (tmp_path / "mydata.py").write_text("def batches(shard):\n    yield from range(9)\n")
+    done = run(
+        *("mydata:batches", "--workers", 1, 2, "--backends", "thread", "--seconds", 0.05),
+        program="settings.py", path=[tmp_path],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    head, *rows, best = done.stdout.splitlines()
+    assert head.split() == ["batches/s", "waiting", "first", "batch"]
+    names = ["without workers", "1 thread", "2 threads"]
+    assert all(row.startswith(name) for row, name in zip(rows, names, strict=True))
+    assert best.startswith("best: workers=")
+
+
 def test_hdf5_is_measured(tmp_path):
     needs("h5py")
     done = run("--quick", "--cold", "--json", tmp_path / "hdf5.json", program="hdf5.py")

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from helpers import terminal, wait_until
 
-from enqueuer.cli import main
+from enqueuer.cli import demo, main
 from enqueuer.common.extras import install_command
-from enqueuer.tools import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0  # seconds; a small demo takes about 5 on two cores
@@ -105,8 +104,8 @@ def test_demo_reports_accuracy_and_times(program: Program, backend: str) -> None
     assert code == 0, errors
     accuracy = re.search(r"accuracy on 360 held-out images: (\d\.\d+)", output)
     assert accuracy and float(accuracy[1]) > 0.8
-    assert re.search(r"with the enqueuer \(2 \w+\): +\d+\.\d+ s", output)
-    assert re.search(r"without it: +\d+\.\d+ s", output)
+    assert re.search(r"with 2 \w+: +\d+\.\d+ s", output)
+    assert re.search(r"without workers: +\d+\.\d+ s", output)
     assert re.search(r"\d+\.\d+ times as fast", output)
     assert "same weights, bit for bit" in output
     assert errors == ""  # no bar on a pipe

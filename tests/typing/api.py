@@ -7,13 +7,11 @@ from enqueuer import (
     Auto,
     Buffer,
     GeneratorEnqueuer,
-    Headroom,
     OrderedEnqueuer,
     Processes,
     Ray,
     Shard,
     Task,
-    headroom,
     imap,
     mix,
     prefetch,
@@ -50,7 +48,7 @@ sum_of(
 )
 sum_of(GeneratorEnqueuer(mix({"a": numbers, "b": numbers}, weights=[2, 1], at_end="restart")))
 first: str = next(GeneratorEnqueuer(words).get())
-again: str = GeneratorEnqueuer(iter(["a"]), True, 0.05, 7).queue.get(timeout=1.0)
+again: str = GeneratorEnqueuer(iter(["a"]), True, random_seed=7).queue.get(timeout=1.0)
 ordered = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=4, drop_last=True)
 steps: int = len(ordered)
 ordered.start(workers=2, max_queue_size=5)
@@ -89,7 +87,3 @@ buffer: Buffer[int] = Buffer(max_size=3)
 buffer.put(1, timeout=0.5)
 taken: int = buffer.get()
 share: list[str] = list(Shard(0, 2, 0, 7).split(["a", "b"]))
-results: list[Headroom] = []
-for word in headroom(GeneratorEnqueuer(words), keep=4, report=results.append):
-    print(word.upper())
-could_reach: float = results[0].could_reach

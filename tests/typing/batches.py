@@ -9,7 +9,6 @@ from typing_extensions import assert_type
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Shard, Task, imap, prefetch
 from enqueuer.adapters.torch import TorchLoader
-from enqueuer.datasets.files import FileBatches, load_image
 from enqueuer.datasets.hdf5 import HDF5Source
 
 Array = np.ndarray[Any, Any]
@@ -102,12 +101,6 @@ loader: TorchLoader[tuple[int, str]] = TorchLoader(OrderedEnqueuer(Pairs()))
 assert_type(next(iter(loader)), tuple[int, str])
 
 # Datasets.
-assert_type(FileBatches(["a.jpg"], load_image, 2), FileBatches[Array])
-assert_type(
-    FileBatches([("a", 1)], load_image, 2, with_labels=True), FileBatches[tuple[Array, Any]]
-)
-assert_type(FileBatches(["a.txt"], len, 2, collate=total), FileBatches[bytes])
-assert_type(GeneratorEnqueuer(FileBatches(["a.jpg"], load_image, 2)), GeneratorEnqueuer[Array])
 assert_type(GeneratorEnqueuer(HDF5Source("a.h5")), GeneratorEnqueuer[dict[str, Array]])
 assert_type(GeneratorEnqueuer(HDF5Source("a.h5", "x", shuffle=True)), GeneratorEnqueuer[Array])
 assert_type(HDF5Source("a.h5", ("x", "y")), HDF5Source[tuple[Array, ...]])

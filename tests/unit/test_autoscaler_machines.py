@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -255,6 +256,15 @@ def test_elements_that_a_server_gives_a_few_at_a_time_get_few_threads():
     machine.run(60)
     assert machine.workers == 1
     assert 8 <= machine.concurrency <= 16
+
+
+def test_without_a_gil_one_workers_threads_fill_all_cpus(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    work = Work(wait_s=0.01, python_s=0.0, native_s=0.005, in_threads=True)
+    machine = Machine(work, most_at_once=1024)
+    machine.run(60)
+    assert machine.soon_near_best() <= SOON_S, machine.history
+    assert machine.workers == 1
 
 
 def test_what_computes_gets_workers_where_concurrency_could_be_chosen():

@@ -36,7 +36,7 @@ class Transfer:
         if block.fd is not None:
             self.map.add(block.number, [os.dup(block.fd)])
         self.pool.sent(block)
-        view = self.map.lease(block.number)[: array.nbytes]
+        view = self.map.lease(block.number, block.use)[: array.nbytes]
         received = np.frombuffer(view, array.dtype)
         self.map.current.clear()  # the frame counts as read
         return block.number, received
@@ -44,7 +44,7 @@ class Transfer:
     def release(self):
         released = self.map.released
         while released:
-            self.pool.reclaim([released.popleft().number])
+            self.pool.reclaim([released.popleft().key])
 
 
 def test_a_block_is_used_again_when_its_last_view_has_died():
@@ -87,10 +87,25 @@ def sent(pool, size):
     return block
 
 
+def key_of(block):
+    return block.number, block.use
+
+
+def test_the_release_of_an_earlier_use_is_passed_over():
+    pool = BlockPool(keep=2)
+    block = sent(pool, 5000)
+    first = key_of(block)
+    pool.reclaim([first, first])
+    assert sent(pool, 5000) is block
+    pool.reclaim([first])
+    assert pool.take(5000) is not block
+    pool.close()
+
+
 def test_the_smallest_that_fits_is_taken():
     pool = BlockPool(keep=5)
     small, large = sent(pool, 5000), sent(pool, 50_000)
-    pool.reclaim([large.number, small.number])
+    pool.reclaim(map(key_of, [large, small]))
     assert pool.take(4000) is small
     assert pool.take(30_000) is large
     pool.close()
@@ -99,7 +114,7 @@ def test_the_smallest_that_fits_is_taken():
 def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
     pool = BlockPool(keep=5)
     large = sent(pool, 1_000_000)
-    pool.reclaim([large.number])
+    pool.reclaim([key_of(large)])
     assert pool.take(5000) is not large
     pool.close()
 
@@ -107,7 +122,7 @@ def test_a_far_too_large_block_is_not_wasted_on_a_small_item():
 def test_no_more_free_blocks_are_kept_than_asked():
     pool = BlockPool(keep=2)
     taken = [sent(pool, 5000) for _ in range(5)]
-    pool.reclaim([block.number for block in taken])
+    pool.reclaim(map(key_of, taken))
     assert pool.dropped() == [block.number for block in taken[:3]]
     assert pool.dropped() == []
     pool.close()
@@ -116,11 +131,11 @@ def test_no_more_free_blocks_are_kept_than_asked():
 def test_a_block_that_nobody_needs_any_more_is_given_back(monkeypatch):
     pool = BlockPool(keep=5)
     many = [sent(pool, 5000) for _ in range(4)]
-    pool.reclaim([block.number for block in many])
+    pool.reclaim(map(key_of, many))
     for _ in range(3):
         block = sent(pool, 5000)
         assert block is many[-1]  # the one whose memory is still in the cache
-        pool.reclaim([block.number])
+        pool.reclaim([key_of(block)])
     assert pool.dropped() == []
     monkeypatch.setattr(blocks, "_IDLE_S", 0.0)
     assert sent(pool, 5000) is many[-1]

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.monitoring.stats import Stats, find_bottleneck
 
@@ -78,7 +78,6 @@ def test_threads_that_take_the_gil_from_the_loop_should_be_processes():
     found = inputs(*busy, waiting=0.0, working=10.0, **more)
     bottleneck = find_bottleneck(found)
     assert (bottleneck.kind, bottleneck.change) == ("source", "backend='process', workers=1")
-    assert bottleneck.gain == pytest.approx((1.27, 1.54), abs=0.02)
     # A loop that waits for a GPU, for long at a time or not, and one that computes outside of
     # Python.
     for other in (dict(loop_switches=200), dict(loop_cpu_s=6.0), dict(loop_cpu_s=15.0)):
@@ -95,10 +94,8 @@ def test_a_source_that_waits_needs_as_many_workers_as_it_is_slower():
     bottleneck = find_bottleneck(inputs(worker(making=10.0, waiting=0.0)))
     assert bottleneck.kind == "source"
     assert "takes 100 ms to make, and 20 ms to use" in bottleneck.reason
-    assert bottleneck.advice == (
-        "About 5 workers would keep up with the loop (now 1): workers=5, for 3 to 5 times the rate."
-    )
-    assert (bottleneck.change, bottleneck.gain) == ("workers=5", pytest.approx((3, 5)))
+    assert bottleneck.advice == "About 5 workers would keep up with the loop (now 1): workers=5."
+    assert bottleneck.change == "workers=5"
 
 
 @pytest.mark.parametrize("in_threads", [True, False])
@@ -134,26 +131,6 @@ def objects(workers, concurrency, *, items, cpu, cpu_wait=0.0, switches=0):
     return find_bottleneck(inputs(*[one] * workers, **more))
 
 
-def test_a_collate_that_waits_may_keep_elements_made_at_once_from_helping():
-    """Measured: 16 elements of 10 ms and a collate of 200 ms are 25 times as fast, not 33 to 64."""
-    slow = worker(making=10.0, waiting=0.0, items=28, cpu=0.03, shards=())
-    more = dict(waiting=9.99, working=0.01, items=28, elements=16)
-    for in_threads in (True, False):
-        found = find_bottleneck(inputs(slow, in_threads=in_threads, **more))
-        assert found.change == "concurrency=64"
-        # 10 batches of the queue and four of the worker are made at once.
-        assert found.gain == pytest.approx((14, 64), rel=0.01)
-
-
-def test_elements_that_are_made_at_once_show_how_long_a_batch_can_take():
-    """Measured: batches of 16 objects, 16 at once in each of two threads; 12 in work, then 18."""
-    one = worker(making=10.0, waiting=0.0, items=185, cpu=2.5, concurrency=16, shards=())
-    more = dict(waiting=9.99, working=0.01, items=370, elements=16, cpus=2)
-    found = find_bottleneck(inputs(one, one, in_threads=True, **more))
-    assert found.change == "concurrency=64"
-    assert found.gain[0] == pytest.approx(18 / 12)
-
-
 def test_the_time_is_that_of_an_element_where_the_user_gives_elements():
     slow = worker(making=10.0, waiting=0.0, shards=())
     assert "an element takes 100 ms to make, 1 at once, and 20 ms to use" in str(
@@ -179,8 +156,6 @@ def test_waits_of_threads_for_a_cpu_are_divided_among_them():
     assert found.kind == "source"
     assert "an element takes 53.3 ms to make, 16 at once" in found.reason
     assert found.change == "concurrency=128"
-    # Others may go on to take the CPUs.
-    assert found.gain == pytest.approx((2.2, 7.3), rel=0.1)
 
 
 def test_threads_that_wait_for_a_network_do_not_wait_for_the_gil():
@@ -224,19 +199,18 @@ def test_many_threads_that_wait_are_not_told_to_be_fewer():
         assert found.change == f"workers={2 * count}"
 
 
-def test_many_threads_that_wait_for_the_gil_are_compared_by_what_they_made():
+def test_many_threads_that_wait_for_the_gil_should_be_processes():
     """Measured: each of 64 threads waits for room for three quarters of its time."""
     threads = [worker(making=2.5, waiting=7.5, items=28, cpu=0.15, switches=500) for _ in range(64)]
     more = dict(waiting=9.8, working=0.2, in_threads=True, cpus=2, items=1800)
     found = find_bottleneck(inputs(*threads, **more))
     assert found.change == "backend='process', workers=2"
-    assert found.gain == pytest.approx((1.5, 2), rel=0.1)
 
 
-def test_where_the_cpu_time_is_unknown_no_number_is_made_up():
+def test_where_the_cpu_time_is_unknown_no_change_is_made_up():
     slow = worker(making=10.0, waiting=0.0, cpu=None, cpu_wait=None, shards=())
     found = find_bottleneck(inputs(slow))
-    assert (found.change, found.gain) == ("", None)
+    assert found.change == ""
     assert "does not tell how much of it the workers compute" in found.advice
 
 
@@ -244,13 +218,6 @@ def test_workers_that_do_not_compute_take_no_cpu_from_the_loop():
     idle = [worker(making=3.0, waiting=7.0, cpu=0.01) for _ in range(4)]
     found = find_bottleneck(inputs(*idle, waiting=0.1, working=9.9, cpus=2, loop_lacked_s=4.0))
     assert (found.kind, found.change) == ("cpus", "")
-
-
-def test_the_gain_of_a_slow_shard_is_that_of_the_loop():
-    slow = worker(index=1, making=10.0, waiting=0.0, items=50)
-    other = worker(index=0, making=5.0, waiting=5.0, items=50)
-    found = inputs(other, slow, waited_for={1: 9.9}, waiting=9.9, working=0.1, in_threads=True)
-    assert find_bottleneck(found).gain == pytest.approx((1.25, 1.5), abs=0.02)
 
 
 def test_a_slow_shard_is_told_by_what_the_others_wait():
@@ -380,8 +347,6 @@ def test_more_threads_are_advised_if_they_wait_for_files(found):
     bottleneck = find_bottleneck(found)
     assert bottleneck.kind == "source"
     assert re.fullmatch(r"workers=\d+", bottleneck.change)
-    # What they compute may be Python code, which one thread runs at a time.
-    assert bottleneck.gain[0] < 2
     assert "process" not in bottleneck.advice
 
 
@@ -471,10 +436,33 @@ def test_enough_workers_are_not_told_to_be_more():
     assert "more workers than the 12 now would hardly help on 2 CPUs" in bottleneck.advice
 
 
-def test_without_a_gil_nothing_waits_for_it(monkeypatch):
-    monkeypatch.setattr(usage, "switch_s", lambda: None)
-    found = dataclasses.replace(files(2, cpu=4.9, switches=0), cpus=8)
-    assert "process" not in find_bottleneck(found).advice
+@pytest.mark.parametrize(
+    "found",
+    [
+        dataclasses.replace(files(2, cpu=4.9, switches=0), cpus=8),
+        files(1, cpu=9.8, switches=0),
+        measured(4, 94, 4.0, 0.94, 0.35, switches=731, in_threads=True),
+        # Threads beside the loop, and elements that fill the GIL.
+        inputs(
+            *[worker(making=3.3, waiting=6.7, cpu=1.65)] * 2,
+            **dict(waiting=0.0, working=10.0, in_threads=True, cpus=2),
+            **dict(loop_cpu_s=9.8, loop_switches=800),
+        ),
+        inputs(
+            worker(making=10.0, waiting=0.0, items=8000, cpu=7.5, concurrency=64, shards=()),
+            **dict(waiting=9.9, working=0.1, in_threads=True, cpus=2, items=8000),
+        ),
+    ],
+)
+def test_without_a_gil_nothing_waits_for_it(found, monkeypatch):
+    assert "process" in find_bottleneck(found).change
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert not re.search("process|Python|GIL", str(find_bottleneck(found)))
+
+
+def test_without_a_gil_elements_that_wait_fill_all_cpus(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert objects(1, 64, items=8000, cpu=7.5, switches=60_000).change == "concurrency=256"
 
 
 def test_the_loop_holds_the_gil_too():

@@ -434,27 +434,3 @@ def test_an_error_that_cannot_be_rebuilt_here_arrives_as_text():
     assert type(copy) is WorkerError
     assert "ValueError: x" in str(copy)
     assert "Traceback ..." in str(copy)
-
-
-NUMBERS = [
-    0,
-    1,
-    -1,
-    255,
-    2**31,
-    -(2**63),
-    2**63 - 1,
-    2**63,
-    -(2**200),
-    0.0,
-    -0.0,
-    1e308,
-    float("inf"),
-]
-
-
-@pytest.mark.parametrize("value", [*NUMBERS, True, "text", b"bytes"])
-def test_a_scalar_comes_back_as_itself(value):
-    copy = pickle.loads(item_codec.SCALARS[type(value)](value))
-    assert (type(copy), copy) == (type(value), value)
-    assert str(copy) == str(value)

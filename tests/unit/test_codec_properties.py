@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from enqueuer.backends.shard_schedule import AsTheyCome
 from enqueuer.common.descriptors import Descriptor
 from enqueuer.transport import item_codec
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
-from enqueuer.transport.ring import Ring, open_ring
 from enqueuer.transport.sender import ItemSender, send_ready
+from enqueuer.transport.status import Status, open_status
 
 Pair = namedtuple("Pair", "a b")
 
@@ -169,13 +168,13 @@ class Channel:
 
     def __init__(self):
         ours, its = pair()
-        memory, packets = Descriptor(open_ring()), Packets(its)
+        memory, packets = Descriptor(open_status()), Packets(its)
         send_ready(packets)
         credit = Credit(100, None, False)
-        self.worker = ItemSender(packets, Ring.of(memory.fileno()), credit)
+        self.worker = ItemSender(packets, Status.of(memory.fileno()), credit)
         self.consumer = ItemReceiver(
             Packets(ours),
-            Ring.of(memory.fileno()),
+            Status.of(memory.fileno()),
             credit,
             "worker 0",
             lambda: 0,
@@ -184,9 +183,8 @@ class Channel:
 
     def through(self, value):
         self.worker.send_item(0, 0, value)
-        wait_until(lambda: self.consumer.has_message)
-        assert self.consumer.head() is True
-        (item,) = self.consumer.items(1, AsTheyCome({}))
+        wait_until(lambda: self.consumer.head() is True)
+        (item,) = self.consumer.take(1)
         self.consumer.acknowledge()
         self.consumer.grant(100)
         return item[2]

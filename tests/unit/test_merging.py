@@ -1,11 +1,9 @@
 """Whose turn it is, against a model: sort by (round, shard)."""
 
-import sys
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.backends.shard_schedule import ANY, AsTheyCome, Overtaking, RoundRobin
+from enqueuer.backends.shard_schedule import ANY, AsTheyCome, RoundRobin
 from enqueuer.workers.messages import Item, Start
 
 
@@ -15,11 +13,7 @@ def fresh(shards):
 
 def take(order, shard, number, state=None):
     """Note that an item was taken, as the backends do."""
-    if state is not None:
-        order.remember(shard, number, state)
-    order.numbers[shard] = number + 1
-    order.last = shard
-    order.items += 1
+    order.add([Item(shard, number, None, state)])
 
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)
@@ -69,22 +63,6 @@ def test_as_they_come_takes_any_until_all_have_ended():
     assert not order.done
     order.ended(0)
     assert order.done
-
-
-def test_an_item_that_may_overtake_costs_the_same_with_more_shards():
-    def calls_for_each_item(shards):
-        order, events = Overtaking(fresh(range(shards)), 2, allowance=1), []
-        items = [(shard, number) for number in range(8) for shard in range(shards)]
-        sys.setprofile(lambda frame, event, argument: events.append(event))
-        try:
-            for shard, number in items:
-                order.turn()
-                take(order, shard, number)
-        finally:
-            sys.setprofile(None)
-        return events.count("call") / len(items)
-
-    assert calls_for_each_item(256) < 2 * calls_for_each_item(8)
 
 
 @given(LENGTHS, st.data())

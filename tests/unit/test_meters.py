@@ -49,7 +49,6 @@ def test_the_wait_for_the_first_batch_is_apart(clock):
     waits.pause(0)
     clock[0] += 500
     waits.resume()
-    waits.left -= 1
     waits.sample(0)
     assert (waits.first_wait, waits.waited, waits.buckets) == (500, 0, {})
     waits.pause(0)
@@ -75,8 +74,7 @@ def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
     for bunch in [1, 3, 1, 7, 2] * 200:
         taken += bunch
         clock[0] += 1000
-        waits.left -= bunch
-        if waits.left <= 0:
+        if waits.count(bunch):
             waits.sample(bunch)
         assert waits.taken == taken
 
@@ -87,7 +85,6 @@ def test_reading_is_waiting_and_known_apart(clock):
         waits.pause(None)
         clock[0] += nanoseconds
         waits.resume(has_read=True)
-        waits.left -= 1
         waits.sample(0)
     assert (waits.first_wait, waits.waited, waits.reading) == (500, 2_000_300, 2_000_300)
     # Short reads are not counted, as counting would slow them down.
@@ -96,19 +93,19 @@ def test_reading_is_waiting_and_known_apart(clock):
 
 def test_between_epochs_the_loop_idles(clock):
     waits = LoopMeter()
-    waits.rest()
+    waits.epoch_ended()
     clock[0] += 100
     # The rest before the first batch does not count.
     waits.sample(0)
     for nanoseconds in (7, 20):
-        waits.rest()
-        waits.rest()
+        waits.epoch_ended()
+        waits.epoch_ended()
         clock[0] += nanoseconds
-        waits.go_on()
+        waits.epoch_began()
         clock[0] += 1000
-        waits.go_on()
+        waits.epoch_began()
     assert (waits.idle, waits.ended) == (27, 0)
-    waits.rest()
+    waits.epoch_ended()
     clock[0] += 3
     assert waits.idled(clock[0])[0] == 30
 
@@ -124,10 +121,10 @@ def test_what_the_process_computes_between_epochs_is_counted_apart():
     waits = LoopMeter()
     waits.sample(0)
     compute(0.02)
-    waits.rest()
+    waits.epoch_ended()
     compute(0.05)
     assert waits.idled(0)[1] >= 0.05
-    waits.go_on()
+    waits.epoch_began()
     compute(0.02)
     used_s = waits.idled(0)[1]
     compute(0.02)
@@ -138,8 +135,7 @@ def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
     waits = LoopMeter()
     for number in range(20_000):
         clock[0] += 10_000_000
-        waits.left -= 1
-        if waits.left <= 0:
+        if waits.count(1):
             waits.sample(number % 10)
     times = [at for at, _ in waits.samples]
     assert 100 < len(times) <= 256
@@ -153,13 +149,23 @@ def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, has_read):
     waits = LoopMeter()
     for _ in range(5000):
         clock[0] += 100
-        waits.left -= 1
-        if waits.left <= 0:
+        if waits.count(1):
             waits.sample(0)
     waits.pause(None)
     clock[0] += 10**9
     waits.resume(has_read)
-    assert (waits.left, waits.taken) == (1, 5000)
+    assert waits.count(1)
+    assert waits.taken == 5001
+
+
+@pytest.mark.parametrize(("nanoseconds", "is_quick"), [(20_000, True), (100_000, False)])
+def test_a_loop_that_takes_an_item_each_50_us_is_quick(clock, nanoseconds, is_quick):
+    waits = LoopMeter()
+    for _ in range(1000):
+        clock[0] += nanoseconds
+        if waits.count(1):
+            waits.sample(0)
+    assert waits.is_quick is is_quick
 
 
 def test_the_epochs_of_a_long_run_keep_no_memory(clock):
@@ -168,9 +174,9 @@ def test_the_epochs_of_a_long_run_keep_no_memory(clock):
     began = []
     for _ in range(2000):
         clock[0] += 9 * 10**9
-        waits.rest()
+        waits.epoch_ended()
         clock[0] += 10**9
-        waits.go_on()
+        waits.epoch_began()
         began.append(clock[0])
     assert max(len(value) for value in vars(waits).values() if isinstance(value, list)) <= 256
     # Of a worker that was there from the start, of one that came late, and of the last one.

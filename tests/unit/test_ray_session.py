@@ -11,6 +11,7 @@ from helpers import LIMIT
 from enqueuer.backends.job import RayOptions
 from enqueuer.backends.ray import session as ray_session
 from enqueuer.backends.ray.session import Gone, Session
+from enqueuer.common import interrupts
 from enqueuer.errors import StartError
 
 
@@ -70,7 +71,8 @@ def ray(monkeypatch):
 
 def joined(address=None):
     session = Session(RayOptions(address))
-    session.join()
+    with interrupts.held():
+        session.join()
     return session
 
 
@@ -144,7 +146,8 @@ def test_what_the_user_does_at_sigterm_stays(ray):
     signal.signal(signal.SIGTERM, mine)
     session = joined()
     assert signal.getsignal(signal.SIGTERM) is mine
-    session.leave()
+    with interrupts.held():
+        session.leave()
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
@@ -152,8 +155,23 @@ def test_what_ray_does_at_sigterm_goes_with_it(ray):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     session = joined()
     assert callable(signal.getsignal(signal.SIGTERM))
-    session.leave()
+    with interrupts.held():
+        session.leave()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_exception_of_a_handler_while_ray_starts_is_no_error_of_ray(ray, monkeypatch):
+    class Alarm(Exception):
+        pass
+
+    def alarm(number, frame):
+        raise Alarm
+
+    monkeypatch.setattr(ray, "init", lambda address: signal.raise_signal(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, alarm)
+    with pytest.raises(Alarm):
+        joined()
+    assert signal.getsignal(signal.SIGTERM) is alarm
 
 
 def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):

@@ -15,7 +15,7 @@ def buffer_of(count, ordered=True, measure=False):
 
 
 def taken(buffer, order):
-    return [item.number for item in buffer.items(order, 100)]
+    return [item.number for item in buffer.take(order, 100)]
 
 
 def test_results_come_by_their_numbers():
@@ -62,7 +62,7 @@ def test_a_second_result_of_a_task_is_dropped_before_and_after_its_turn():
         buffer, order = buffer_of(2, ordered)
         buffer.put(Item(0, 0, "first"))
         buffer.put(Item(0, 0, "second"))
-        (item,) = buffer.items(order, 100)
+        (item,) = buffer.take(order, 100)
         assert item.value == "first"
         buffer.put(Item(0, 0, "third"))
         assert taken(buffer, order) == []
@@ -117,42 +117,6 @@ def test_a_failure_waits_for_its_turn_and_stays():
     buffer.put(Item(0, 0, "x"))
     assert taken(buffer, order) == [0]
     assert buffer.peek(order) == buffer.peek(order) == Failure(1, 1, failure.error, nth=1)
-
-
-def test_so_many_later_results_come_before_one():
-    buffer, order = buffer_of(6, ordered=2)
-    for number in (3, 5, 4, 2):
-        buffer.put(Item(0, number, "x"))
-    assert taken(buffer, order) == [3, 5]
-    assert buffer.peek(order) is False
-    buffer.put(Item(0, 0, "x"))
-    assert taken(buffer, order) == [0]
-    buffer.put(Failure(0, 1, KeyError()))
-    assert buffer.peek(order).number == 1
-    assert order.given(0) == "IEL"
-    assert order.given(1) == "IE"
-
-
-def test_an_order_is_repeated_and_goes_on_as_it_may():
-    buffer, _ = buffer_of(6)
-    order = TaskOrder(0, Start(), (), ordered=2, replay=[2, 4, 0])
-    for message in (Item(0, 0, "x"), Item(0, 5, "x"), Empty(1), Item(0, 4, "x")):
-        buffer.put(message)
-    assert taken(buffer, order) == []
-    # a task without a result has no place
-    assert buffer.peek(order) is True
-    assert buffer.undone() == [2, 3]
-    buffer.put(Item(0, 2, "x"))
-    assert taken(buffer, order) == [2, 4, 0, 5]
-    assert buffer.peek(order) is False
-    assert buffer.undone() == [3]
-
-
-def test_what_was_given_before_is_not_repeated():
-    order = TaskOrder(10, Start(1), (3,), ordered=2, given="CG", replay=[0, 3, 2, 1])
-    assert list(order.replay) == [12, 11]
-    order.end_replay(12)
-    assert order.only() == 11
 
 
 def test_the_largest_result_is_known_if_they_are_measured():

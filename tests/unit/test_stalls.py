@@ -11,7 +11,6 @@ from enqueuer.backends.pool import WorkerSnapshot
 from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardSchedule
 from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
-from enqueuer.monitoring.meters import LoopMeter
 from enqueuer.workers import loop
 from enqueuer.workers.messages import Start, Ticket
 
@@ -68,7 +67,7 @@ def test_a_report_shows_the_frames_within_the_worker():
 
 def test_what_is_awaited_is_named():
     starts = dict.fromkeys(range(2), Start(5))
-    shards = ShardSchedule([], {}, 1, 1, LoopMeter())
+    shards = ShardSchedule([], {}, 1)
     assert shards.awaited(RoundRobin(starts)) == "shard 0, item 5"
     assert shards.awaited(AsTheyCome(starts)) == "the next item of any shard"
     schedule = TaskSchedule([], None, 1, measure=False)
@@ -78,13 +77,6 @@ def test_what_is_awaited_is_named():
     assert schedule.awaited(tasks) == "task 2 (elements 4, 5)"
     unordered = TaskOrder(10, Start(2), (), ordered=False)
     assert schedule.awaited(unordered) == "the result of any task"
-    overtaken = TaskOrder(10, Start(2), (), ordered=1)
-    assert schedule.awaited(overtaken) == "the result of any task"
-    overtaken.taken[14] = None
-    assert schedule.awaited(overtaken) == "task 2 (elements 4, 5)"
-    replayed = TaskOrder(10, Start(2), (), ordered=1, replay=[1, 2, 7])
-    replayed.taken[12] = None
-    assert schedule.awaited(replayed) == "task 7"
 
 
 def test_a_thread_that_has_ended_has_no_stack():

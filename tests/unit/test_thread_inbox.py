@@ -13,26 +13,19 @@ from enqueuer.backends.thread import inbox as inbox_module
 from enqueuer.backends.thread.inbox import ThreadInbox, get_until, wait_for_any
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
-from enqueuer.workers.messages import End, Taken
-
-new_lock = threading.Lock
+from enqueuer.workers.messages import End
 
 
-class Lock:
-    """A lock behind one method of which a signal handler runs, once."""
+class ClosingGate(SimpleQueue):
+    """What a worker waits for; the inbox is closed behind the first `put`."""
 
-    def __init__(self, handlers):
-        self.lock, self.handlers = new_lock(), handlers
-        self.acquire = self.lock.acquire
+    close = None
 
-    def locked(self):
-        is_locked = self.lock.locked()
-        self.handlers.pop("locked", int)()
-        return is_locked
-
-    def release(self):
-        self.lock.release()
-        self.handlers.pop("release", int)()
+    def put(self, item):
+        super().put(item)
+        close, ClosingGate.close = ClosingGate.close, None
+        if close is not None:
+            close()
 
 
 def is_below_put(thread):
@@ -41,28 +34,27 @@ def is_below_put(thread):
     return frame.f_back is not None and frame.f_back.f_code is ThreadInbox.put.__code__
 
 
-@pytest.mark.parametrize("method", ["locked", "release"])
-def test_a_handler_may_close_an_inbox_that_wakes_a_worker(method, monkeypatch):
-    handlers, ends = {}, []
+def test_a_handler_may_close_an_inbox_that_wakes_a_worker(monkeypatch):
+    ends = []
     inbox = ThreadInbox(max_size=1)
     inbox.put((0, 0, "a", None), 0, Meter())
 
     def put():
-        monkeypatch.setattr(threading, "Lock", lambda: Lock(handlers))
+        monkeypatch.setattr(inbox_module, "SimpleQueue", ClosingGate)
         with pytest.raises(Closed):
             inbox.put((0, 1, "b", None), 0, Meter())
-        ends.append(method)
+        ends.append("closed")
 
     putter = threading.Thread(target=put)
     putter.start()
     wait_until(lambda: is_below_put(putter))
     monkeypatch.undo()
-    assert [item[2] for item in inbox.items(1, Taken({}, 1))] == ["a"]
-    handlers[method] = inbox.close
+    assert [item[2] for item in inbox.take(1)] == ["a"]
+    ClosingGate.close = inbox.close
     inbox.acknowledge()
     putter.join(LIMIT)
-    assert not handlers
-    assert ends == [method]
+    assert ClosingGate.close is None
+    assert ends == ["closed"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
@@ -79,7 +71,7 @@ def test_the_loop_can_take_an_item_whose_worker_waits_for_room(size):
     putter.start()
     wait_until(lambda: is_below_put(putter))
     assert (inbox.waiting, inbox.head(), len(inbox)) == (size, True, size + 1)
-    assert [item[2] for item in inbox.items(size + 1, Taken({}, 1))] == list(range(size + 1))
+    assert [item[2] for item in inbox.take(size + 1)] == list(range(size + 1))
     # What was taken keeps its place.
     assert (inbox.waiting, inbox.head(), ends) == (0, False, [])
     inbox.acknowledge()
@@ -100,7 +92,7 @@ def test_workers_that_wait_for_room_get_it_in_their_order():
         putter.start()
         wait_until(functools.partial(is_below_put, putter))
     for number, putter in enumerate(putters):
-        assert [item[2] for item in inbox.items(1, Taken({}, 1))] == [number]
+        assert [item[2] for item in inbox.take(1)] == [number]
         inbox.acknowledge()
         putter.join(LIMIT)
         assert ends == [1, 2][: number + 1]

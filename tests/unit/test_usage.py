@@ -1,6 +1,7 @@
 """What the system says, read from files as the kernel writes them."""
 
 import os
+import sys
 import threading
 
 import pytest
@@ -112,6 +113,13 @@ def test_the_waits_of_a_thread_are_counted():
 
 def test_of_a_process_that_has_ended_nothing_is_known():
     assert usage.own_bytes(2**22 + 1) is None
+
+
+def test_without_an_answer_there_is_a_gil(monkeypatch):
+    monkeypatch.delattr(sys, "_is_gil_enabled", raising=False)
+    assert usage.has_gil()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert not usage.has_gil()
 
 
 def test_a_cpu_limit_of_a_group_around_it_counts(machine):

@@ -109,7 +109,6 @@ class DataLoader(_DataLoader):
             starts new ones, with new copies of the dataset.
         pin_memory_device: As for torch, which ignores it.
         in_order: Whether batches come in the order of their indices; True by default.
-            An int k lets at most k later batches overtake one that takes long.
         backend: Kind of the workers. `"process"` by default, or `Processes(...)`. With `"thread"`
             the workers share the dataset, and `get_worker_info()` returns None there.
         max_restarts: Number of dead worker processes that are replaced, in total; 0 by default.
@@ -166,7 +165,7 @@ class DataLoader(_DataLoader):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
-        in_order: bool | int = True,
+        in_order: bool = True,
         backend: Backends = "process",
         max_restarts: int = 0,
         on_error: OnError = "raise",

@@ -18,6 +18,7 @@ import functools
 import operator
 import random
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.adapters.torch.position import GLOBAL, holds_generator, marks_of
+from enqueuer.adapters.torch.position import GLOBAL, holds_generator
 from enqueuer.common.extras import framework
 from enqueuer.common.sizes import is_plain_tensor
 from enqueuer.common.text import str_of
@@ -50,6 +51,13 @@ _SEEDERS: dict[str, Callable[[int, int], object]] = {
     "torch": lambda base_seed, index: torch.manual_seed(base_seed + index),
     "numpy": lambda base_seed, index: np.random.seed(_of_torch._generate_state(base_seed, index)),
 }
+
+
+def _marks() -> dict[str, int]:
+    """Return numbers that stay the same until a global generator is drawn from, or seeded."""
+    return {name: zlib.crc32(repr(stream.get()).encode()) for name, stream in GLOBAL.items()}
+
+
 _by_torch = {kind: _collate.default_collate_fn_map.get(kind) for kind in (torch.Tensor, np.ndarray)}
 
 
@@ -260,11 +268,11 @@ class LoaderWorker:
         """
         recipe = torch.initial_seed() % 2**32
         random.seed(recipe), np.random.seed(recipe)
-        by_recipe = marks_of(GLOBAL)
+        by_recipe = _marks()
         self._seed(index)
-        before = marks_of(GLOBAL)
+        before = _marks()
         init(index)
-        after = marks_of(GLOBAL)
+        after = _marks()
         return {n: mark for n, mark in after.items() if mark not in (before[n], by_recipe[n])}
 
     def _seed_batch(self, task: Task) -> None:

@@ -12,11 +12,11 @@ error that an enqueuer raises, so either kind of `except` catches it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
 import signal
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +24,6 @@ from enqueuer.adapters.torch.fetching import LoaderWorker, NoBatch, fetchers_of
 from enqueuer.adapters.torch.position import DrawnIndices, Position
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.process.handle import ProcessWorker
-from enqueuer.common.catching import suppressed
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
@@ -162,7 +161,7 @@ class WorkerIterator(_BaseIterator):
         self._handles = None
         # Batches that were left out count as well.
         may_skip = self._options["on_error"] is not NoBatch
-        is_counted = not (self._is_iterable or may_skip) and self._options["ordered"] is True
+        is_counted = not (self._is_iterable or may_skip) and self._options["ordered"]
         self._position.needs_workers = not is_counted
 
     def _send_news(self, first_iter: bool) -> None:
@@ -214,8 +213,9 @@ class WorkerIterator(_BaseIterator):
             self._indices.drawn.cut(keeps_drawn=self._is_round_robin)
             # If a worker has died, or hangs, new workers are needed; so are they if the sampler
             # has raised, as its error would come again.
-            with suppressed(Exception):
-                deque(self._batches, maxlen=0)
+            with contextlib.suppress(Exception):
+                for _ in self._batches:
+                    pass
                 return
         # What is left of an iterable dataset may have no end.
         self.enqueuer.stop()
@@ -324,9 +324,10 @@ class LocalIterator(_LocalIterator):
             if is_map or resumed is not None:
                 self._sampler_iter = drawn = position.draw(self._sampler_iter, loader)
             if is_map:
-                deque(itertools.islice(drawn, position.step), maxlen=0)
-                # A sampler draws its seed with its first indices.
-                drawn.draw(int(position.draws_first))
+                for _ in itertools.islice(drawn, position.step):
+                    pass
+                # A sampler draws its seed with its first indices, here from the state's streams.
+                drawn.draw(int(resumed is not None))
             elif resumed is not None:
                 # An iterable dataset is iterated again.
                 self._dataset_fetcher = fetchers_of(loader)()

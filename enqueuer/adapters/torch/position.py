@@ -15,8 +15,7 @@ Only random numbers that the loader finds are saved. A sampler that has others w
 order after resuming, and the epoch would repeat some samples and miss others.
 
 Resuming an epoch leaves the global streams as they are: the epoch has drawn from them before. The
-following epochs draw from a continuation of their own, as the undisturbed run did, unless the
-program has set or used the global streams since: then they draw from these, as torch does.
+following epochs draw from them, as torch does.
 """
 
 from __future__ import annotations
@@ -33,13 +32,12 @@ import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from enqueuer.common import checks
-from enqueuer.common.catching import raised_here
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
@@ -92,9 +90,11 @@ class DrawnIndices(Iterator[Any]):
     def draw(self, count: int) -> None:
         """Draw so many batches ahead, if there are as many; an error comes at its place."""
         try:
-            # In C, in one step, so that no exception loses indices.
-            self._ahead.extend(map(DrawnIndices._draw, itertools.repeat(self, count)))
-        except raised_here(Exception) as error:
+            for _ in range(count):
+                self._ahead.append(self._draw())
+        except StopIteration:
+            pass
+        except Exception as error:
             # If more is drawn ahead, it comes here again.
             first = map(Raised.reraise, [Raised(error)])
             self._iterator = itertools.chain(first, self._iterator)
@@ -176,24 +176,6 @@ class Stream(NamedTuple):
 
     get: Callable[[], Any]
     put: Callable[[Any], object]
-
-
-def marks_of(names: Iterable[str]) -> dict[str, int]:
-    """Return numbers that stay the same until these global streams are drawn from, or set."""
-    return {name: _MARKS[name]() for name in names if name in _MARKS}
-
-
-def _mark_of_numpy() -> int:
-    state: Any = np.random.get_state(legacy=False)
-    return zlib.crc32(state["state"]["key"], state["state"]["pos"])
-
-
-# Not from the states as numbers and strings, which take longer to make than many an epoch.
-_MARKS: dict[str, Callable[[], int]] = {
-    "torch": lambda: zlib.crc32(torch.get_rng_state().numpy()),
-    "numpy": _mark_of_numpy,
-    "random": lambda: zlib.crc32(repr(random.getstate()).encode()),
-}
 
 
 def streams_of(loader: Any) -> dict[str, Stream]:
@@ -360,6 +342,11 @@ GLOBAL: dict[str, Any] = {
 }
 
 
+def _own(streams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those that are not global, which belong to the loader."""
+    return {name: stream for name, stream in streams.items() if name not in GLOBAL}
+
+
 _VERSION = 1
 _MOST_EPOCHS = 2**32
 
@@ -373,8 +360,6 @@ class Position:
     Attributes:
         epoch: Number of the epoch for the workers.
         step: Number of batches of the epoch that the loop was given.
-        draws_first: Whether an iterator without workers is to draw its first indices as it begins,
-            from other states than those of the global streams.
         needs_workers: Whether the position of the iterator's enqueuer is needed as well.
         iterator: Returns the latest iterator; None if it was dropped.
         iterators: All that were not dropped.
@@ -384,7 +369,7 @@ class Position:
 
     def __init__(self, loader: Any) -> None:
         self.epoch = self.step = 0
-        self.draws_first = self.needs_workers = False
+        self.needs_workers = False
         self.ended: BaseEnqueuer[Any] | None = None
         self._streams = streams_of(loader)
         self._sampler = name_of(loader)
@@ -410,13 +395,6 @@ class Position:
         self._drawn: DrawnIndices | None = None
         # Number of batches that a resumed epoch has drawn, and their fingerprint.
         self._expected: tuple[int, int] | None = None
-        # Of global streams: the mark of the program's own state, and the state from which later
-        # epochs of a resumed run draw for as long as that mark stays.
-        self._continued: dict[str, tuple[int, Any]] = {}
-        # Marks of the global streams before the epoch, and those of them from which something was
-        # drawn at its start; all until the first batch.
-        self._marks_before: dict[str, int] = {}
-        self._used: Collection[str] = GLOBAL
 
     # --- a new iterator ---
 
@@ -431,9 +409,7 @@ class Position:
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Give the context in which torch's iterator is made: one that resumes draws nothing."""
-        goes_on = self._goes_on
-        with kept(self._streams) if goes_on else self._continuing():
-            self._marks_before = {} if goes_on else marks_of(GLOBAL)
+        with kept(self._streams) if self._goes_on else contextlib.nullcontext():
             self._made_from = save(self._streams)
             yield
 
@@ -441,24 +417,6 @@ class Position:
         """Return the seed of the workers: the one that torch has drawn, or that of a state."""
         self._seed = self._loaded["seed"] if self._loaded and self._goes_on else drawn
         return self._seed
-
-    @contextlib.contextmanager
-    def _continuing(self) -> Iterator[None]:
-        """Draw from the continuations of global streams that the program leaves alone."""
-        now = marks_of(self._continued)
-        own = self._continued = {n: of for n, of in self._continued.items() if now[n] == of[0]}
-        streams = {name: GLOBAL[name] for name in own}
-        with kept(streams):
-            restore(streams, {name: state for name, (_, state) in own.items()})
-            yield
-            states = save(streams)
-        self._continued = {name: (mark, states[name]) for name, (mark, _) in own.items()}
-
-    def _continue_from(self, states: Mapping[str, Any], saved: Mapping[str, int]) -> None:
-        """Draw later epochs from these states, except where the program has restored its own."""
-        now = marks_of(saved)
-        changed = (name for name in saved if name in states and saved[name] != now[name])
-        self._continued = {name: (now[name], states[name]) for name in changed}
 
     @contextlib.contextmanager
     def begin(
@@ -484,26 +442,14 @@ class Position:
                 number = loaded["epoch"] if loaded is not None and goes_on else self.epoch
                 self.epoch = number + 1 if goes_on or not is_first else 0
                 self.step, self._draws_seed, self._expected = 0, draws_seed, None
-                self._used = GLOBAL
-                with self._continuing():
-                    if not is_first:
-                        self._marks_before = marks_of(GLOBAL)
-                    self._before = self._made_from if draws_seed else save(self._streams)
-                    self.draws_first = bool(self._continued)
-                    yield None
+                self._before = self._made_from if draws_seed else save(self._streams)
+                yield None
                 return
             self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
             self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
-            self._used = marks = loaded.get("marks", {})
-            is_restored = bool(marks) and marks_of(marks) == marks
-            # Before the first batch, a sampler may not have drawn: then it draws from the streams
-            # that the program has restored.
-            self.draws_first = self.step > 0 or not is_restored
             with kept(GLOBAL):
                 restore(self._streams, loaded["before"])
                 yield loaded
-                after = save(GLOBAL)
-            self._continue_from(after, marks)
         except BaseException:
             # The next iterator begins there.
             self._loaded = loaded
@@ -528,9 +474,6 @@ class Position:
         """Note that an iterator has given a batch."""
         if self._is_of(iterator):
             self.step += 1
-            if self._used is GLOBAL:
-                now, before = marks_of(GLOBAL), self._marks_before
-                self._used = [name for name in now if now[name] != before.get(name)]
 
     def _is_of(self, iterator: object) -> bool:
         if self.iterator() is iterator:
@@ -576,8 +519,7 @@ class Position:
             "before": self._before,
             "draws_seed": self._draws_seed,
             "persistent": self._is_persistent,
-            "now": None if self._before is not None else self._next_states(),
-            "marks": marks_of(self._used),
+            "now": None if self._before is not None else save(_own(self._streams)),
         }
         if self._ranks is not None:
             state["ranks"] = self._ranks
@@ -589,12 +531,6 @@ class Position:
                 count = sum(number for _, number in state["workers"]["positions"] or ())
         state["drawn"] = [count, self._drawn.fingerprint(count) if self._drawn is not None else 0]
         return state
-
-    def _next_states(self) -> dict[str, Any]:
-        """Return the states of the streams, of the global ones only those that are used."""
-        with self._continuing():
-            states = save(self._streams)
-        return {n: s for n, s in states.items() if n in self._used or n not in GLOBAL}
 
     def _none(self, reason: str) -> dict[str, Any]:
         """Return a state that has no position, and warn once an epoch."""
@@ -636,7 +572,6 @@ class Position:
             if state["epoch"] > _MOST_EPOCHS:
                 raise ValueError(f"epoch is out of range: {state['epoch']}")
             states = dict(state["now"] if state["before"] is None else state["before"])
-            marks = {str(name): int(mark) for name, mark in state.get("marks", {}).items()}
             loaded = {name: state[name] for name in ("seed", "draws_seed", "persistent", *state)}
             if state["seed"] is not None:
                 checks.seed(state["seed"])
@@ -646,12 +581,8 @@ class Position:
             # Whether all can be restored, so that otherwise nothing has changed.
             with kept(self._streams):
                 restore(self._streams, states)
-        own = {name: s for name, s in states.items() if name not in GLOBAL}
-        restore(self._streams, own)
+        restore(self._streams, _own(states))
         self._loaded = loaded
-        self._continued = {}
-        if state["before"] is None:
-            self._continue_from(states, marks)
 
 
 def _difference_of(saved: Any, here: Any) -> str:

@@ -52,9 +52,9 @@ from enqueuer.monitoring import usage
 from enqueuer.transport.memory import read_payload
 from enqueuer.transport.packets import Packets, packets_of
 from enqueuer.transport.protocol import Credit
-from enqueuer.transport.ring import Ring
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
+from enqueuer.transport.status import Status
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
@@ -201,14 +201,14 @@ class Ends(NamedTuple):
     Attributes:
         sock: Its end of the channel.
         lifeline: Reading end of a pipe whose other end only the parent has.
-        ring: Ring of the channel.
+        status: Page on which it says what it does.
         stack: Pipe for its stack; None: it is never asked.
         tasks: Socket from which it takes tickets; None for shards.
     """
 
     sock: socket.socket
     lifeline: Descriptor
-    ring: Ring
+    status: Status
     stack: Descriptor | None
     tasks: socket.socket | None
 
@@ -217,14 +217,14 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     sock, lifeline = socket.socket(fileno=sock_fd), Descriptor(lifeline_fd)
     packets = _begin(sock, lifeline)
-    data, (payload_fd, ring_fd, *others) = _next_packet(packets)
+    data, (payload_fd, status_fd, *others) = _next_packet(packets)
     start: ProcessStart = pickle.loads(data)
     if start.has_tracker:
         _use_tracker(others.pop())
     stack = Descriptor(others.pop(0)) if start.is_asked else None
     tasks = socket.socket(fileno=others[0]) if others else None
-    ends = Ends(sock, lifeline, Ring.of(ring_fd), stack, tasks)
-    os.close(ring_fd)
+    ends = Ends(sock, lifeline, Status.of(status_fd), stack, tasks)
+    os.close(status_fd)
     # Fewer come if there is no room for them.
     shared = [fd for _ in range(packets_of(start.shared)) for fd in _next_packet(packets)[1]]
     head, buffers = read_payload(payload_fd)
@@ -392,7 +392,7 @@ def _work(
     load: Callable[[], tuple[Source | TaskSource, OnError]],
 ) -> None:
     pid = os.getpid()
-    channel = ItemSender(packets, ends.ring, start.credit, ends.tasks)
+    channel = ItemSender(packets, ends.status, start.credit, ends.tasks)
     sender: ItemSender | SharedSender = channel
     _answer_by(ends.stack)
     if ends.tasks is not None:
@@ -413,7 +413,7 @@ def _work(
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         if source.has_threads:
             sender = SharedSender(channel)
-        watch = Watch(ends.ring.watch) if config.is_watched else None
+        watch = Watch(ends.status.watches.new) if config.is_watched else None
         config.worker.serve(start.worker, start.shards, source, on_error, sender, watch)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker

@@ -4,7 +4,7 @@
              --assign()-> the channel of one worker, for tasks of a dead one, or in turn
 
 Tokens only grow, so the first ticket that still lies in the socket shows which ones were taken. A
-worker that has taken one writes the token into its ring. What was taken and is claimed by no
+worker that has taken one writes the token on its page. What was taken and is claimed by no
 living worker was done, or was the dead one's.
 """
 
@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
-from enqueuer.common.catching import raised_here
 from enqueuer.monitoring.meters import clock
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
@@ -34,8 +32,6 @@ _MOST_TICKETS = 32
 _MOST_INDICES = 100
 # Nanoseconds that the tasks of a packet may take, as another worker cannot take some of them.
 _PACKET_NS = 1_000_000
-# Keeps nothing.
-_forget_all = deque[object](maxlen=0).extend
 
 
 class QueueDispatch(Dispatch[ProcessWorker]):
@@ -50,8 +46,6 @@ class QueueDispatch(Dispatch[ProcessWorker]):
     def __init__(
         self, workers: Sequence[ProcessWorker], known: Mapping[str, Any] | None, one_each: bool
     ) -> None:
-        # The task whose result was slept for last.
-        self._slept_for: int | None = None
         self._workers = workers
         self._known = known
         self._one_each = one_each
@@ -63,6 +57,8 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._offered: dict[int, Sequence[int]] = {}
         self._sizes = PacketSizes()
         self._assigned: dict[ProcessWorker, dict[int, int]] = {}
+        # Tokens, numbers and tickets for which there was no room in the channel of one worker.
+        self._owed: dict[ProcessWorker, deque[tuple[int, int, bytes]]] = {}
         self._most_tokens = _MOST_TOKENS
 
     def open(self) -> TaskQueue:
@@ -89,7 +85,19 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._unsent.extend(zip(numbers, packed, strict=True))
         self.feed()
 
+    @property
+    def full_queue(self) -> int | None:
+        """Descriptor of the queue, if tickets wait for room that a poll shows; else None."""
+        waits = self._unsent and self._queue.shows_room and not self._is_closed
+        return self._queue.fileno() if waits else None
+
+    def owes(self, worker: ProcessWorker) -> bool:
+        """Return whether tickets of one worker alone wait for room in its channel."""
+        return worker in self._owed
+
     def feed(self) -> None:
+        for worker in list(self._owed):
+            self._send_owed(worker)
         unsent = self._unsent
         while unsent:
             most, (_, first) = 1, unsent[0]
@@ -102,7 +110,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             try:
                 if not self._queue.send(token, numbers[0], _body(chosen)):
                     return
-            except raised_here(OSError):
+            except OSError:
                 # stop() has closed the sockets while the loop's thread read an iterable.
                 if self._is_closed:
                     return
@@ -111,7 +119,8 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             self._offered[token] = numbers
             if len(self._offered) > self._most_tokens:
                 self._forget_done()
-            _forget_all(itertools.starmap(unsent.popleft, itertools.repeat((), len(chosen))))
+            for _ in chosen:
+                unsent.popleft()
 
     def assign(self, worker: ProcessWorker, number: int, packed: Ticket | bytes) -> None:
         self._last_token += 1
@@ -120,22 +129,17 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         if len(assigned) > _MOST_ASSIGNED:
             # It was done long ago.
             del assigned[next(iter(assigned))]
-        worker.inbox.control.assign(self._last_token, number, _body([packed]))
+        owed = self._owed.setdefault(worker, deque())
+        owed.append((self._last_token, number, _body([packed])))
+        self._send_owed(worker)
 
-    def plan_sleep(self, deadline: float | None) -> tuple[float | None, int]:
-        """Return until when to sleep for the awaited result, and the word AWAITED of the rings.
-
-        To be woken for each quick task takes longer than the task. So the loop first sleeps until
-        the packet of the awaited one is done, or should be: one of its tasks may be a slow one.
-        """
-        # Any message makes room for what was not sent.
-        number = None if self._unsent else self.awaited
-        is_patient = number is not None and self.least > 1 and number != self._slept_for
-        self._slept_for = number
-        if is_patient:
-            until = time.monotonic() + _PACKET_NS / 1e9
-            deadline = until if deadline is None else min(until, deadline)
-        return deadline, 0 if number is None else 2 * number + 2 + is_patient
+    def _send_owed(self, worker: ProcessWorker) -> None:
+        """Send a worker its own tickets, as many as there is room for."""
+        owed, send = self._owed[worker], worker.inbox.control.assign
+        while owed and send(*owed[0]):
+            owed.popleft()
+        if not owed:
+            del self._owed[worker]
 
     def current(self, worker: ProcessWorker) -> Sequence[int]:
         assigned, numbers = self._assigned.get(worker, {}), list[int]()
@@ -157,6 +161,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
 
     def forget(self, worker: ProcessWorker) -> None:
         self._assigned.pop(worker, None)
+        self._owed.pop(worker, None)
 
     def _forget_done(self) -> None:
         """Forget the tokens that were taken and that no worker claims."""

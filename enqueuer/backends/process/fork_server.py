@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.common import interrupts
-from enqueuer.common.catching import raised_here
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
 from enqueuer.transport.packets import Packets, pair
@@ -194,13 +193,11 @@ def silent_children() -> Iterator[None]:
 
     Otherwise one during the start would end them, and a Ctrl-C print a traceback for each.
     """
-    # A handler that raises could otherwise leave them blocked here.
-    with interrupts.held():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *JOB_SIGNALS])
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, *JOB_SIGNALS])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def program(function: str, *arguments: int | list[str]) -> str:
@@ -268,6 +265,10 @@ def _with_cause(text: str) -> str:
     )
 
 
+class _NoAnswer(Exception):
+    """The server did not answer in time."""
+
+
 class Served:
     """A child of the fork server.
 
@@ -319,18 +320,18 @@ class Server:
             OSError: The system has no room for another process, or for its descriptors.
             StartError: There is no server.
         """
-        with interrupts.held(), self._lock:
+        with self._lock:
             for attempt in range(2):
                 try:
                     pid, status = self._ask_locked(sock, lifeline)
                     break
-                except raised_here(TimeoutError):
+                except _NoAnswer:
                     # The server hangs, and so would another one.
                     if self.popen is not None and self._owner == os.getpid():
                         self.popen.kill()
                     self._leave_locked()
                     raise StartError(_with_cause(_NO_ANSWER)) from None
-                except raised_here(ConnectionError):
+                except ConnectionError:
                     # The server was killed; the next attempt starts a new one.
                     self._leave_locked()
                     if attempt:
@@ -345,7 +346,7 @@ class Server:
 
         If the system has no room for it now, the first fork tries again, and reports that.
         """
-        with interrupts.held(), self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             self._join_locked()
 
     def _ask_locked(self, sock: socket.socket, lifeline: Descriptor) -> tuple[int, socket.socket]:
@@ -366,7 +367,7 @@ class Server:
                 readable(status, _QUIET_S)
                 or interrupts.interruptible(readable, status, _SERVER_START_S)
             ):
-                raise TimeoutError
+                raise _NoAnswer
             answer = status.recv(ANSWER.size)
             if not answer:
                 raise ConnectionResetError
@@ -399,7 +400,7 @@ class Server:
 
     def end(self) -> None:
         """End the server, if there is one."""
-        with interrupts.held(), self._lock:
+        with self._lock:
             self._leave_locked()
 
     def renew(self) -> None:

@@ -11,8 +11,8 @@ The fork server (`fork_server.py`) and the spawn are our own. The spawn of multi
 fixes the global start method, and imports the user's main module in the child, so scripts need a
 guard. A child receives its job over its channel; all workers have one payload.
 
-    Starter.start(): channel, ring, lifeline, stack pipe -> launch() -> the ends that the worker has
-                     are closed here -> ProcessWorker
+    Starter.start(): channel, status, lifeline, stack pipe -> launch() -> the ends that the worker
+                     has are closed here -> ProcessWorker
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from enqueuer.backends.process.fork_server import (
     silent_children,
 )
 from enqueuer.backends.stall import decode_threads, parse
-from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import Closable, Descriptor, close_in_children, is_portable
 from enqueuer.errors import ElementTimeout, StartError
 from enqueuer.monitoring import usage
@@ -61,12 +60,12 @@ from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
-from enqueuer.transport.ring import LIMIT, Ring, open_ring
+from enqueuer.transport.status import Status, open_status
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.messages import Epoch, Failure
-from enqueuer.workers.plan import COLLATING, FETCHING, WATCH_WORDS
+from enqueuer.workers.plan import COLLATING, FETCHING
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
@@ -168,7 +167,7 @@ class Stacks(Descriptor):
 
     def hear(self) -> bool:
         """Read what has come; return whether the answer is whole, or none will come."""
-        with suppressed(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             while data := os.read(self.fileno(), _MOST):
                 self._can_answer = True
                 self._text += data.decode(errors="replace")
@@ -210,7 +209,7 @@ class ProcessWorker:
         exitcode: Exit code of the process, once it is known.
         gone: Whether the pidfd has shown its end.
         late: The limit and where it was when it was killed, as an element took too long; and when
-            what it ran then had begun, by the place in its words. None: it was not killed.
+            what it ran then had begun, by its thread. None: it was not killed.
         began: When it was started.
     """
 
@@ -255,17 +254,17 @@ class ProcessWorker:
         return Death(how, message, self.exitcode)
 
     def runs(self) -> dict[int, int]:
-        """Return when what it runs now has begun, by the place in its words; see `Watch`."""
-        times = enumerate(self.inbox.watch[::WATCH_WORDS].tolist())
-        return {at * WATCH_WORDS: began for at, began in times if began}
+        """Return when what it runs now has begun, by its thread; see `Watch`."""
+        records = enumerate(self.inbox.status.watches.read())
+        return {thread: began for thread, (began, _, _) in records if began}
 
     def _late(self) -> tuple[Failure, ...]:
         """Return the failures of what it was killed for, without what it has completed since."""
         assert self.late is not None, "it was killed"
-        (limit, where, late), now, words = self.late, self.runs(), self.inbox.watch
-        found = []
-        for at in [at for at, began in late.items() if now.get(at) == began]:
-            shard, number = words[at + 1], words[at + 2]
+        (limit, where, late), found = self.late, []
+        for thread, (began, shard, number) in enumerate(self.inbox.status.watches.read()):
+            if late.get(thread) != began:
+                continue
             what, advice = _CALLS.get(shard, "an element"), "give it more time, or leave it out"
             if self.shards:
                 what = f"item {number} of shard {shard}"
@@ -320,7 +319,7 @@ class ProcessWorker:
 
     def send_signal(self, number: int) -> None:
         """Signal the process, and never another one that has got its pid."""
-        with suppressed(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):
             if self.pidfd is not None and _signalled(self.pidfd, number):
                 return
             if self.process.has_pid():
@@ -331,7 +330,7 @@ class ProcessWorker:
         try:
             with open(f"/proc/{self.process.pid}/status") as file:
                 caught = next(line for line in file if line.startswith("SigCgt:"))
-        except raised_here(OSError, StopIteration):
+        except (OSError, StopIteration):
             return True
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
@@ -436,7 +435,7 @@ def resource_tracker() -> list[int]:
     # It ignores the others of a job scheduler's signals, and inherits these as blocked.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
-        with suppressed(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             return [module.getfd()]
         return []
     finally:
@@ -465,7 +464,6 @@ class Starter:
         job: Description of what they run.
 
     Attributes:
-        spins: Whether this process and each of the workers has a CPU of its own.
         known: Definitions that the workers get with the source, by their ids; None if the workers
             are forked, and so have all.
     """
@@ -474,7 +472,6 @@ class Starter:
         self.known: dict[str, Any] | None = None if job.start_method == "fork" else {}
         self._job = job
         self._plans = job.plans()
-        self.spins = usage.cpus() > len(self._plans)
         self._queue: TaskQueue | None = None
         self._payload: Descriptor | None = None
         # Of objects that the source shares with the workers.
@@ -576,14 +573,12 @@ class Starter:
             if is_asked:
                 stacks, its_stack = stack_pipe()
                 connect(stacks, its_stack)
-            memory = passed.enter_context(contextlib.closing(Descriptor(open_ring())))
-            ring = Ring.of(memory.fileno())
-            # The worker may send as soon as it starts.
-            ring.words[LIMIT] = start.credit.items
+            memory = passed.enter_context(contextlib.closing(Descriptor(open_status())))
+            status = Status.of(memory.fileno())
             tasks = None
             if self._queue is not None:
                 tasks = passed.enter_context(self._queue.worker_socket())
-            process = self.launch(Ends(its_sock, its_lifeline, ring, its_stack, tasks), start)
+            process = self.launch(Ends(its_sock, its_lifeline, status, its_stack, tasks), start)
             undo.callback(process.close)
             packets = Packets(sock)
             if self._payload is not None:
@@ -591,7 +586,7 @@ class Starter:
             undo.pop_all()
         self._close_payload_after(index)
         name = f"worker {index} (process {process.pid}, {self._job.start_method})"
-        inbox = ItemReceiver(packets, ring, start.credit, name, room)
+        inbox = ItemReceiver(packets, status, start.credit, name, room)
         pidfd = open_pidfd(process)
         return ProcessWorker(index, name, process, inbox, lifeline, pidfd, plan.shards, stacks)
 
@@ -632,4 +627,4 @@ class Starter:
         if self._queue is not None:
             tickets = job.max_queue_size + job.workers * job.source.tickets_at_once
             return Credit(tickets, None, ask=False)
-        return Credit(*job.quota_of(index), ask=job.ordered is not True, spins=self.spins)
+        return Credit(*job.quota_of(index), ask=not job.ordered)

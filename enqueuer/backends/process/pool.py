@@ -31,13 +31,11 @@ from enqueuer.backends.process.dispatch import QueueDispatch
 from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
 from enqueuer.backends.stall import line_of, warn
 from enqueuer.common import interrupts
-from enqueuer.common.catching import raised_here, suppressed
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock
 from enqueuer.transport.memory import remove_names_of
-from enqueuer.transport.ring import Spin
 from enqueuer.workers import logs
 from enqueuer.workers.tasks import TaskSource
 
@@ -72,7 +70,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         # Both ends of the connection by which `sleep()` is woken.
         self._wake: socket.socket | None = None
         self._woken: socket.socket | None = None
-        self._spin = Spin(self._starter.spins and not self._does_tasks)
         # Time at which the last worker was started.
         self._started = 0.0
         # Index of the worker that was last allowed an item for which it had asked.
@@ -97,13 +94,13 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             self._poller.register(self._woken, select.POLLIN)
             if self._job.forward_logs == logs.MULTIPROCESSING_LOGGING:
                 resources.enter_context(logs.multiprocessing_logging())
-        except raised_here(OSError) as error:
+        except OSError as error:
             raise _no_room(error) from error
 
     def start_worker(self, index: int) -> ProcessWorker:
         try:
             worker = self._starter.start(index, None if self._does_tasks else self._room)
-        except raised_here(OSError) as error:
+        except OSError as error:
             raise _no_room(error) from error
         self._started = time.monotonic()
         worker.inbox.read = functools.partial(self._read, worker)
@@ -116,23 +113,42 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     # --- run ---
 
     def sleep(self, awaited: ProcessWorker | None, deadline: float | None) -> None:
+        if not self._does_tasks:
+            self._ask_for(awaited)
         watched = list(self.workers) if awaited is None else [awaited]
-        is_coming, awaited_word = False, 0
-        if self._does_tasks:
-            deadline, awaited_word = self.dispatch.plan_sleep(deadline)
-        else:
-            is_coming = self._ask_for(awaited)
-        has_news = functools.partial(_have_news, watched, is_coming)
-        if self._spin.until(has_news):
+        # Code that a signal handler ran may have read the packets.
+        if any(worker.inbox.has_message for worker in watched):
             return
+        full = [worker for worker in watched if self._is_full(worker)]
+        queue = self.dispatch.full_queue if self._does_tasks else None
+        if full or queue is not None:
+            self._poll_for_room(full, queue, deadline)
+        else:
+            self._poll(deadline)
+
+    def _is_full(self, worker: ProcessWorker) -> bool:
+        """Return whether something waits for room in the channel of a worker."""
+        return worker.inbox.settle() or self.dispatch.owes(worker)
+
+    def _poll_for_room(
+        self, full: Sequence[ProcessWorker], queue: int | None, deadline: float | None
+    ) -> None:
+        """Sleep as `_poll`, and end when there is room in a full channel, or in the queue."""
+        channels = [worker.inbox.control.packets.fileno() for worker in full]
+        for fd in channels:
+            if fd in self._by_fd:
+                self._poller.modify(fd, select.POLLIN | select.POLLOUT)
+        if queue is not None:
+            self._poller.register(queue, select.POLLOUT)
         try:
-            for worker in watched:
-                worker.inbox.control.arm_wake_up(awaited_word)
-            if not has_news():
-                self._poll(deadline)
+            self._poll(deadline)
         finally:
-            for worker in watched:
-                worker.inbox.control.disarm_wake_up()
+            # A worker that has ended is not polled any more.
+            for fd in channels:
+                if fd in self._by_fd:
+                    self._poller.modify(fd, select.POLLIN)
+            if queue is not None:
+                self._poller.unregister(queue)
 
     def poll(self) -> None:
         self._poll(time.monotonic())
@@ -144,15 +160,11 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             room -= worker.inbox.load
         return room
 
-    def _ask_for(self, awaited: ProcessWorker | None) -> bool:
-        """Grant credit for the item that the consumer is about to wait for.
-
-        Returns:
-            Whether a worker has an item that it may send now.
-        """
+    def _ask_for(self, awaited: ProcessWorker | None) -> None:
+        """Grant credit for the item that the consumer is about to wait for."""
         if awaited is not None:
             awaited.inbox.grant(self._room(), wanted=True)
-            return True
+            return
         is_coming, count = False, len(self.workers)
         for index in range(self._allowed + 1, self._allowed + 1 + count):
             worker = self.workers[index % count]
@@ -160,7 +172,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             if now:
                 is_coming, self._allowed = True, index % count
             worker.inbox.grant(self._room(), wanted=now)
-        return is_coming
 
     def _poll(self, deadline: float | None) -> None:
         starting = next((w for w in self.workers if w.state is WorkerState.STARTING), None)
@@ -171,14 +182,14 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             until = self._end_late(int(1e9 * self._job.element_timeout))
             deadline = until if deadline is None else min(deadline, until)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = self._poller.poll(timeout)
+        ready = interrupts.interruptible(self._poller.poll, timeout)
         for fd, _ in ready:
             if fd in self._by_fd:
                 worker, is_pidfd = self._by_fd[fd]
                 worker.gone = worker.gone or is_pidfd
                 self._read(worker)
             elif self._woken is not None and not self._is_closed:
-                with suppressed(BlockingIOError):
+                with contextlib.suppress(BlockingIOError):
                     self._woken.recv(1024)
         if starting is not None and not ready and time.monotonic() >= limit:
             raise StartError(
@@ -200,19 +211,16 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             ask_stacks([worker])
             now = clock()
             late = {at: began for at, began in worker.runs().items() if began + limit_ns <= now}
-            # An exception between the two would leave a worker that has no reason to be dead.
-            with interrupts.held():
-                if late:
-                    limit = f"element_timeout={limit_ns / 1e9:g} s"
-                    worker.late = limit, line_of(worker.snapshot()), late
-                    worker.send_signal(signal.SIGKILL)
+            if late:
+                limit = f"element_timeout={limit_ns / 1e9:g} s"
+                worker.late = limit, line_of(worker.snapshot()), late
+                worker.send_signal(signal.SIGKILL)
         return until / 1e9
 
     def _read(self, worker: ProcessWorker) -> None:
         """Read the messages of a worker, and reap it if it has ended."""
+        # Its inbox calls this, too.
         if worker.state in (WorkerState.DEAD, WorkerState.ENDED):
-            # An exception of a signal handler may have struck before this was done.
-            self._forget(worker)
             return
         control = worker.inbox.control
         control.pump()
@@ -227,19 +235,13 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             self._reap_dead(worker)
 
     def _reap_dead(self, worker: ProcessWorker) -> None:
-        """Read the last messages of a process that has ended, and find out how it ended.
-
-        If an exception of a signal handler ends this, the descriptors still show the end, and the
-        next wait calls it again.
-        """
-        # The exit code can be collected once.
-        with interrupts.held():
-            # The worker may have sent messages after the last reading.
-            worker.inbox.control.pump()
-            deliver_all(worker.inbox.control.records)
-            worker.collect_exitcode(_EXITCODE_S)
-            worker.move(WorkerState.DEAD)
-            self._forget(worker)
+        """Read the last messages of a process that has ended, and find out how it ended."""
+        # The worker may have sent messages after the last reading.
+        worker.inbox.control.pump()
+        deliver_all(worker.inbox.control.records)
+        worker.collect_exitcode(_EXITCODE_S)
+        worker.move(WorkerState.DEAD)
+        self._forget(worker)
 
     # --- what is known of the workers ---
 
@@ -264,7 +266,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         self.wake()
 
     def wake(self) -> None:
-        with suppressed(OSError):
+        with contextlib.suppress(OSError):
             if self._wake is not None:
                 self._wake.send(b"\0")
 
@@ -337,9 +339,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     def _forget(self, worker: ProcessWorker) -> None:
         """Stop polling the descriptors of a worker."""
         for fd in [fd for fd, (owner, _) in self._by_fd.items() if owner is worker]:
-            # In this order, and again, as an exception of a signal handler may strike in between.
-            with suppressed(KeyError):
-                self._poller.unregister(fd)
+            self._poller.unregister(fd)
             del self._by_fd[fd]
 
 
@@ -355,19 +355,6 @@ def _read_last(worker: ProcessWorker) -> None:
     with contextlib.suppress(Exception):
         worker.inbox.control.pump()
     deliver_all(worker.inbox.control.records)
-
-
-def _have_news(workers: Sequence[ProcessWorker], is_coming: bool) -> bool:
-    """Return whether one of these sent something before it was asked to wake the consumer."""
-    for worker in workers:
-        inbox = worker.inbox
-        if inbox.has_message:
-            return True
-        if worker.state is WorkerState.DEAD:
-            continue
-        if inbox.control.has_packets or (inbox.is_asking and not is_coming):
-            return True
-    return False
 
 
 # Seconds for a stop at the end of the interpreter.

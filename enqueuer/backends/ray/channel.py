@@ -276,7 +276,6 @@ class RayInbox(ThreadInbox):
     """The messages of an actor, and its credit; the thread that receives from it fills the inbox.
 
     Args:
-        shards: Number of shards of the actor.
         records: Log records of all workers, which the loop delivers.
         credit: Credit that the actor begins with; that many items and bytes may wait here.
 
@@ -287,9 +286,9 @@ class RayInbox(ThreadInbox):
 
     grant: Callable[[], None]
 
-    def __init__(self, shards: int, records: deque[logging.LogRecord], credit: TotalCredit) -> None:
+    def __init__(self, records: deque[logging.LogRecord], credit: TotalCredit) -> None:
         # The credit is the bound.
-        super().__init__(UNBOUNDED, UNBOUNDED, shards)
+        super().__init__(UNBOUNDED, UNBOUNDED)
         self.needs_credit = False
         self._records = records
         self._quota, self._share = credit.items, credit.size

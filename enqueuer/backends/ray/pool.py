@@ -14,7 +14,7 @@ replacement is a new actor, which Ray places on any node with room.
 
 The thread also assigns the next ticket, so no actor is idle while the loop is busy. An actor with
 fast tasks has several at a time, so that it does not wait for the next one. A slow task is assigned
-alone, so that no other task waits behind it while an actor is free.
+alone, as is the first one, so that no other task waits behind it while an actor is free.
 """
 
 from __future__ import annotations
@@ -92,11 +92,8 @@ class Assigned:
 
     def lacks(self, at_once: int) -> int:
         """Return the number of further tasks for an actor that runs so many at once."""
-        if not self._pace_ns:
-            wanted = 2
-        elif self._pace_ns > _SLOW_NS:
-            wanted = 1
-        else:
+        wanted = 1
+        if 0 < self._pace_ns <= _SLOW_NS:
             wanted = min(_MOST_AHEAD, 1 + math.ceil(_ROUND_TRIP_NS / self._pace_ns))
         return at_once - 1 + wanted - len(self.numbers)
 
@@ -161,11 +158,13 @@ class Actor:
         """Call a method of the actor that has no result, unless the actor has ended."""
         if self.state in HAS_ENDED:
             return
-        try:
-            self.pool.session.call(self.handle, method, *args, group=group)
-        except Exception as error:
-            # Ray was shut down.
-            self.pool.lose(self, error)
+        # Otherwise an exception of a signal handler would count as the end of Ray.
+        with interrupts.held():
+            try:
+                self.pool.session.call(self.handle, method, *args, group=group)
+            except Exception as error:
+                # Ray was shut down.
+                self.pool.lose(self, error)
 
     def grant(self, wanted: bool = False) -> None:
         """Grant the actor more credit, if that is worth a call.
@@ -380,7 +379,7 @@ class RayPool(WorkerPool[Actor]):
         self.workers: list[Actor] = []
         self._lock = threading.RLock()
         # Held while no packet has come since the last sleep. A `threading.Event` has another lock,
-        # for which a signal handler that wakes its own thread would wait forever.
+        # for which a signal handler that stops the enqueuer could wait forever.
         self._quiet = threading.Lock()
         self._quiet.acquire()
         self.dispatch = ActorDispatch(self.workers, self._lock, job.source.tickets_at_once)
@@ -399,10 +398,6 @@ class RayPool(WorkerPool[Actor]):
     # --- start ---
 
     def open(self) -> None:
-        # Ray may take many seconds to start.
-        interrupts.interruptible(self._open)
-
-    def _open(self) -> None:
         job = self._job
         # Pickled first, so that a mistake of the user shows before Ray is started.
         payload = pickled_source(
@@ -439,14 +434,14 @@ class RayPool(WorkerPool[Actor]):
             WorkerConfig(job.shards, job.random_seed, self._levels, job.trace),
             self._settings,
             tuple(path for path in sys.path if path),
-            asks=job.ordered is not True,
+            asks=not job.ordered,
             keep_freed_memory=job.keep_freed_memory,
         )
         # The number of tickets is the limit for tasks, and one worker may do all of them.
         quota = (UNBOUNDED, None) if self._does_tasks else job.quota_of(index)
         credit = TotalCredit(*quota, 0)
         handle = self._class.remote(config, credit, self._payload)
-        inbox = RayInbox(len(plan.shards), self._records, credit)
+        inbox = RayInbox(self._records, credit)
         actor = Actor(index, plan.shards, handle, self, inbox)
         inbox.grant = actor.grant
         actor.order("work", group="work")
@@ -498,7 +493,7 @@ class RayPool(WorkerPool[Actor]):
             with self._lock:
                 self._request(awaited)
         left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        self._quiet.acquire(True, left)
+        interrupts.interruptible(self._quiet.acquire, True, left)
 
     def _request(self, awaited: Actor | None) -> None:
         """Grant credit for the item for which the loop is about to wait."""
@@ -522,7 +517,7 @@ class RayPool(WorkerPool[Actor]):
     @functools.cached_property
     def _cpus(self) -> float:
         # Suppressed, as Ray may have been shut down.
-        with contextlib.suppress(Exception):
+        with interrupts.held(), contextlib.suppress(Exception):
             self.session.check()
             return float(self.session.ray.cluster_resources()["CPU"])
         return usage.cpus()
@@ -548,7 +543,7 @@ class RayPool(WorkerPool[Actor]):
         refs, answers = {}, {}
         get, wait = unwrapped(self.session.ray.get), unwrapped(self.session.ray.wait)
         # Suppressed, as Ray may have been shut down.
-        with contextlib.suppress(Exception):
+        with interrupts.held(), contextlib.suppress(Exception):
             for actor in workers:
                 if actor.state is WorkerState.RUNNING:
                     call = self.session.call
@@ -558,7 +553,7 @@ class RayPool(WorkerPool[Actor]):
             # While Ray shuts down, dropping a reference would end this process.
             self.session.check()
         for actor, ref in refs.items():
-            with contextlib.suppress(Exception):
+            with interrupts.held(), contextlib.suppress(Exception):
                 answers[actor] = get(ref, timeout=0)
         return answers
 
@@ -590,9 +585,6 @@ class RayPool(WorkerPool[Actor]):
                 worker.move(WorkerState.ENDED)
 
     def stop(self, timeout: float) -> None:
-        interrupts.interruptible(self._stop, timeout)
-
-    def _stop(self, timeout: float) -> None:
         self.close()
         end = time.monotonic() + timeout
         self._reap_until(end - min(ESCALATION_S, timeout / 2))
@@ -612,7 +604,8 @@ class RayPool(WorkerPool[Actor]):
         for actor in self.workers:
             if actor.is_receiving:
                 assert actor.thread is not None
-                actor.thread.join(max(0.0, deadline - time.monotonic()))
+                left = max(0.0, deadline - time.monotonic())
+                interrupts.interruptible(actor.thread.join, left)
 
 
 def _why_no_stack(actor: Actor, missing: str) -> str:

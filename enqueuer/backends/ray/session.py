@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.job import RayOptions
+from enqueuer.common import interrupts
 from enqueuer.common.extras import framework
 from enqueuer.errors import StartError
 
@@ -44,7 +45,7 @@ started_here: _Started | None = None
 
 
 class Session:
-    """One enqueuer's use of Ray, from `join()` to `leave()`.
+    """One enqueuer's use of Ray, from `join()` to `leave()`, called within `interrupts.held()`.
 
     Attributes:
         ray: Module of Ray; None before `join()`.
@@ -66,7 +67,7 @@ class Session:
                 the process from which this one was forked.
         """
         global started_here
-        with _lock, _preserved_settings():
+        with interrupts.taken(_lock), _preserved_settings():
             ray = self.ray = framework("ray", "ray", "2.10", user="backend='ray'")
             # Counted first, so that an enqueuer that is collected meanwhile does not shut it down.
             if started_here is not None and started_here.identity == _identity(ray):
@@ -74,7 +75,9 @@ class Session:
                 self._started = started_here
             try:
                 if not ray.is_initialized():
-                    self._started = _initialise(ray, self._cluster.address)
+                    # This may take many seconds.
+                    address = self._cluster.address
+                    self._started = interrupts.interruptible(_initialise, ray, address)
                     started_here = self._started
                 else:
                     check_process()
@@ -155,7 +158,7 @@ class Session:
 
     def leave(self) -> None:
         """Shut Ray down if it was started here and no other enqueuer uses it."""
-        with _lock:
+        with interrupts.taken(_lock):
             started, self._started = self._started, None
             if started is None:
                 return
@@ -164,7 +167,7 @@ class Session:
             if started.users == 0 and started.identity == _identity(self.ray):
                 with _preserved_settings():
                     self.ray.shutdown()
-                is_theirs = signal.getsignal(signal.SIGTERM) is started.on_term
+                is_theirs = interrupts.handler_of(signal.SIGTERM) is started.on_term
                 if is_theirs and threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -232,16 +235,18 @@ class Gone(StartError):
 
 def _initialise(ray: Any, address: str | None) -> _Started:
     started = _Started(address)
-    on_term = signal.getsignal(signal.SIGTERM)
+    on_term = interrupts.handler_of(signal.SIGTERM)
     try:
         check_reachable(address)
         ray.init(address=address)
     except Exception as error:
+        if interrupts.is_of_handler(error):
+            raise
         where = "could not be started" if address is None else f"at {address!r} cannot be reached"
         raise StartError(f"Ray {where}: {error}") from error
     started.identity = _identity(ray)
     if on_term is signal.SIG_DFL:
-        started.on_term = signal.getsignal(signal.SIGTERM)
+        started.on_term = interrupts.handler_of(signal.SIGTERM)
     return started
 
 
@@ -251,7 +256,7 @@ def _preserved_settings() -> Iterator[None]:
 
     Without such a handler, Ray's own stays: it ends the processes that Ray has started.
     """
-    numbers, on_term = random.getstate(), signal.getsignal(signal.SIGTERM)
+    numbers, on_term = random.getstate(), interrupts.handler_of(signal.SIGTERM)
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
     ordered:     one inbox a worker, read in turn      worker 0 -> [..] \\
                                                        worker 1 -> [..] -> the consumer
-    (as if `ordered` is an int, read as they come)
     as they come: one inbox for all                    workers  -> [......] -> the consumer
     tasks:       one buffer of tickets                 [......] -> workers -> [......] -> ...
 
@@ -132,7 +131,7 @@ class ThreadDispatch(Dispatch[ThreadWorker]):
 class ThreadPool(WorkerPool[ThreadWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    shares_gil: ClassVar[bool] = usage.switch_s() is not None
+    shares_gil: ClassVar[bool] = usage.has_gil()
     dispatch: ThreadDispatch
 
     def __init__(self, job: Job) -> None:
@@ -144,7 +143,7 @@ class ThreadPool(WorkerPool[ThreadWorker]):
         self._does_tasks = isinstance(job.source, TaskSource)
         self._measured = job.max_queue_bytes is not None and not self._does_tasks
         self._trace = job.trace
-        self._inboxes = _inboxes(job, [len(plan.shards) for plan in self._plans])
+        self._inboxes = _inboxes(job, len(self._plans))
         # The enqueuer keeps the bound: it submits no more tickets than that.
         self._tickets: WorkQueue[Ticket] = WorkQueue()
         self.dispatch = ThreadDispatch(self._tickets, self.workers)
@@ -228,18 +227,14 @@ def _run(plan: Plan, worker: ThreadWorker, trace: TraceTarget | None) -> None:
         worker.fail(error)
 
 
-def _inboxes(job: Job, shards: list[int]) -> list[ThreadInbox]:
-    """Return the inboxes of workers that run so many shards each."""
+def _inboxes(job: Job, workers: int) -> list[ThreadInbox]:
+    """Return the inboxes of so many workers."""
     if isinstance(job.source, TaskSource):
-        # Out of order, a failure must not come before results that were sent earlier.
-        return [ThreadInbox(UNBOUNDED, has_bunches=job.ordered is True)]
+        return [ThreadInbox(UNBOUNDED)]
     if not job.ordered:
-        count = sum(shards)
-        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes, count, count == 1)]
-    sizes = split_bound(job.max_queue_size, len(shards))
+        return [ThreadInbox(job.max_queue_size, job.max_queue_bytes)]
+    sizes = split_bound(job.max_queue_size, workers)
     share = job.max_queue_bytes
     if share is not None:
-        share = max(1, share // len(shards))
-    return [
-        ThreadInbox(size, share, own, own == 1) for size, own in zip(sizes, shards, strict=True)
-    ]
+        share = max(1, share // workers)
+    return [ThreadInbox(size, share) for size in sizes]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import queue
-from collections import deque
 from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -23,14 +22,12 @@ from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
 from enqueuer.workers.event_loop import check_awaited
-from enqueuer.workers.loop import Bunch
 from enqueuer.workers.messages import (
     Empty,
     End,
     Epoch,
     Failure,
     ItemTuple,
-    Reported,
     Sender,
     Ticket,
 )
@@ -54,7 +51,7 @@ class WorkQueue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # Written in C, so the garbage collector may close a forgotten queue inside its own put().
+        # Its put() is reentrant: in its middle the garbage collector may close a forgotten queue.
         self._items: SimpleQueue[T | None] = SimpleQueue()
         self.put, self._take = self._items.put, self._items.get_nowait
         self._is_closed = False
@@ -64,8 +61,8 @@ class WorkQueue(Generic[T]):
 
     def put_all(self, items: Iterable[T | None]) -> None:
         """Append several items."""
-        # In one step: an exception appends all of them or none.
-        deque(map(self._items.put, items), maxlen=0)
+        for item in items:
+            self._items.put(item)
 
     def get(self, meter: Meter, phase: int) -> T | None:
         """Take the oldest item; wait while there is none.
@@ -136,61 +133,40 @@ class ThreadSender:
         self._waits = self.meter
         # The threads that run elements, if there are several.
         self.elements: ElementThreads | None = None
-        # Items until the next one is weighed, without those of the bunch that is open; negative
-        # after a bunch that was longer.
-        self._left: tuple[int, Bunch | None] = 1, None
-        # Items between the last one that was weighed and the one that is due next.
-        self._step = 1
-        # All items until the one that is due next.
-        self._weighed = 1
+        # Number of items that it has sent. It and the next two have one writer; another thread that
+        # reads them in between gets an estimate that is late by one item.
+        self._sent = 0
+        # Number of items at which one is weighed next, and when the last one was.
+        self._due, self._weighed = 1, 0
         # of the first items, by shard and number; None once they are no longer needed
         self._digests: dict[tuple[int, int], Digest] | None = {}
 
     @property
     def sent(self) -> tuple[int, int]:
         """How many items it has sent, or is about to send, and about how many bytes."""
-        left, bunch = self._left
-        sent, weighed = self._weighed - left, self._weighed - self._step
-        if bunch is not None:
-            sent += bunch.made
-        return sent, self.meter.words[BYTES] * sent // max(1, weighed)
+        sent = self._sent
+        return sent, self.meter.words[BYTES] * sent // max(1, self._weighed)
 
     def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
         size_bytes = size_of(value) if self._measured else 0
         if state is not None:
             # It may be the iterator's own state, which changes.
             state = copy.deepcopy(state)
-        left = self._left[0] - 1
-        self._left = left, None
+        self._sent += 1
         item = (shard, number, value, state)
-        if left <= 0:
+        if self._sent >= self._due:
             check_awaited(value)
             self._weigh(value)
             if self._digests is not None:
                 self._look_for_reuse(item, self._digests)
         self.inbox.put(item, size_bytes, self.meter)
 
-    def open_bunch(self, shard: int) -> Bunch | None:
-        # An item that is due to be weighed is sent by itself. It may be late, as a bunch that ended
-        # before it would leave room in the queue, which would be filled item by item.
-        left = self._left[0]
-        bunch = self.inbox.open_bunch(shard, left + _WEIGHED_EVERY) if left > 1 else None
-        self._left = left, bunch
-        return bunch
-
-    def close_bunch(self, bunch: Bunch) -> None:
-        made = bunch.made
-        self._left = self._left[0] - made, None
-        self.inbox.close_bunch(bunch, made, self.meter)
-
     def _weigh(self, value: object) -> None:
         """Note the size of an item, which stands for those since the last one that was weighed."""
-        late = -self._left[0]
-        self.meter.words[BYTES] += size_of(value, SAMPLED) * (self._step + late)
-        sent = self._weighed + late
-        self._step = 1 if sent < _WATCHED else min(sent, _WEIGHED_EVERY)
-        self._left = self._step, None
-        self._weighed = sent + self._step
+        sent = self._sent
+        self.meter.words[BYTES] += size_of(value, SAMPLED) * (sent - self._weighed)
+        self._weighed = sent
+        self._due = sent + (1 if sent < _WATCHED else min(sent, _WEIGHED_EVERY))
 
     def _look_for_reuse(self, item: ItemTuple, digests: dict[tuple[int, int], Digest]) -> None:
         """Warn if an item that waits is no longer what it was when it was yielded.
@@ -208,7 +184,7 @@ class ThreadSender:
                 self._digests = None
                 _warn_of_reuse(self, waiting)
                 return
-        if self._weighed > _WATCHED:
+        if self._due > _WATCHED:
             self._digests = None
             return
         found = digest(item[2])
@@ -228,9 +204,6 @@ class ThreadSender:
             case End(state=state) if state is not None:
                 message = dataclasses.replace(message, state=copy.deepcopy(state))
         self.inbox.send(message, self.meter)
-
-    def send_report(self, report: Reported) -> None:
-        self.inbox.insert(self._signed(report))
 
     def _signed(self, failure: Failure) -> Failure:
         return dataclasses.replace(failure, worker=str(self))

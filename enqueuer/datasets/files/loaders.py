@@ -1,4 +1,4 @@
-"""load_image, load_audio, load_array: a file -> its content, for `FileBatches` or `map`.
+"""load_image, load_audio, load_array: a file -> its content, for `map`.
 
     an image:  header -> the box to load -> decoded at a reduced scale -> resized -> turned
     a sound:   the wanted frames of a WAV file, by the standard library; other files by soundfile
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.datasets.files.batches import Path
+from enqueuer.datasets.files.lists import Path
 
 Box = tuple[int, int, int, int]
 """A part of an image: top, left, height and width in pixels."""
@@ -120,7 +120,7 @@ def _converted(image: Any, format: str | None, mode: str) -> Any:
             f"{image.filename!r} has 32-bit pixels, whose range is unknown; "
             "give a load function of your own"
         )
-    # A conversion to RGB in one step would warn.
+    # A direct conversion to RGB would warn.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode == mode else image.convert(mode)
@@ -228,7 +228,7 @@ def load_audio(
         FrameworkUnavailable: The file needs soundfile, which is not installed.
 
     Example:
-        A second from a random place, for `FileBatches` or `OrderedEnqueuer`::
+        A second from a random place, for `OrderedEnqueuer`::
 
             def load(path, task):
                 start = lambda frames: task.rng.integers(max(1, frames - 16000 + 1))

@@ -2,11 +2,12 @@
 
     Layout:     path -> its datasets, and for each of them stretches of rows in files
     RowReader:  rows 10 to 30 --stretches--> 10 to 20 here, 0 to 10 there --> one array
-    describe:   path -> its datasets, how they are stored, and a few statistics
+    describe:   path -> its datasets, and how they are stored
 
 For rows of a virtual dataset whose file is missing or cannot be opened, HDF5 gives zeros without an
-error. So virtual datasets are not read through HDF5. Their mappings are read once, by the layout,
-and the reader opens the files itself, when rows of them are needed.
+error. So the virtual datasets that `pack` makes are not read through HDF5. Their mappings are read
+once, by the layout, and the reader opens the parts itself, when rows of them are needed. Any other
+virtual dataset is read through HDF5, as one stretch.
 
 HDF5 also gives zeros for rows that were cut off an open file. So after a file was read, and before
 its rows are returned, it is checked that the file is unchanged.
@@ -21,7 +22,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,10 +35,6 @@ from enqueuer.errors import DataFileError
 
 # Blocks of a file. Each takes some hundred bytes here and in every worker.
 _MOST_BLOCKS = 1 << 16
-# Levels of virtual datasets of virtual datasets. Each takes a few frames of Python's stack.
-_DEEPEST = 32
-# `describe` makes its statistics of as many blocks.
-_SAMPLE_BLOCKS = 16
 # Below this size, another copy costs less than the work of h5py to avoid it.
 _DIRECT_BYTES = 1 << 16
 # The row behind the last one of a stretch.
@@ -45,7 +42,7 @@ _STOP = operator.attrgetter("stop")
 
 
 class StoredDataset(NamedTuple):
-    """A dataset of a file that holds rows, and does not show those of others.
+    """A dataset of a file that is read through HDF5.
 
     Attributes:
         path: Path of the file.
@@ -63,24 +60,17 @@ class StoredDataset(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Rows of a column that lie in one dataset of a file.
+    """Rows of a column that are those of one dataset of a file, from its first one on.
 
     Attributes:
         start: First row.
         stop: Row behind the last one.
-        first: Number of the first row in the dataset.
         dataset: The dataset.
     """
 
     start: int
     stop: int
-    first: int
     dataset: StoredDataset
-
-    def cut(self, start: int, stop: int) -> Stretch:
-        """Return the part of it between two rows, which may have none."""
-        low, high = max(self.start, start), min(self.stop, stop)
-        return Stretch(low, high, self.first + low - self.start, self.dataset)
 
 
 # Rows of a dataset: the first, and the one behind the last, are counted in its file.
@@ -97,7 +87,6 @@ class ColumnLayout:
         dtype: Dtype of an array of its rows.
         is_virtual: Whether its rows lie in other files.
         stretches: Stretches, which together are its rows in their order.
-        unreadable: Reason why there are no stretches, or an empty text.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +94,6 @@ class ColumnLayout:
     dtype: np.dtype[Any]
     is_virtual: bool
     stretches: Sequence[Stretch]
-    unreadable: str
 
     @property
     def row_bytes(self) -> int:
@@ -120,21 +108,20 @@ class ColumnLayout:
         together = count // _MOST_BLOCKS + 1
         found: list[int] = []
         for at, rows in sized:
-            block = rows * together
-            found += [at.start, *range(at.start + block - at.first % block, at.stop, block)]
+            found += range(at.start, at.stop, rows * together)
         return found
 
     def between(self, start: int, stop: int, step: int) -> Iterator[Part]:
         """Yield the parts with some rows, each from the first row that is wanted on."""
         stretches = self.stretches
         for nth in range(bisect.bisect_right(stretches, start, key=_STOP), len(stretches)):
-            begin, end, first, dataset = stretches[nth]
+            begin, end, dataset = stretches[nth]
             if begin >= stop:
                 return
             low, high = max(start, begin), min(stop, end)
             low += (start - low) % step
             if low < high:
-                yield dataset, low - begin + first, high - begin + first
+                yield dataset, low - begin, high - begin
 
 
 class Layout:
@@ -166,20 +153,14 @@ class Layout:
         with contextlib.closing(self._files), files.opened(path) as file:
             self.stamps = {path: _stamp(path)}
             for name, dataset in _datasets(path, file, names).items():
-                stretches, unreadable = [], ""
-                try:
-                    stretches = self._stretches(dataset)
-                except _Scattered as scattered:
-                    unreadable = str(scattered)
+                stretches = self._stretches(dataset)
                 shape, kind = tuple(map(int, dataset.shape or ())), kind_of(dataset.dtype)
                 # h5py's text has metadata, of which numpy warns when it saves a batch.
                 dtype = np.dtype(object) if kind == "text" else dataset.dtype
                 is_virtual = bool(dataset.is_virtual)
-                self.columns[name] = ColumnLayout(
-                    shape, kind, dtype, is_virtual, stretches, unreadable
-                )
+                self.columns[name] = ColumnLayout(shape, kind, dtype, is_virtual, stretches)
 
-    def is_outside(self, path: str) -> bool:
+    def _is_outside(self, path: str) -> bool:
         """Return whether a file does not lie in the folder of the whole."""
         real = os.path.realpath(path)
         # The path of the whole may be a link to a file in another folder, beside its parts.
@@ -204,7 +185,7 @@ class Layout:
 
     def _inspect(self, path: str) -> None:
         """Note a file that holds rows; refuse it if it is outside and must not be."""
-        if not self._allow_outside and self.is_outside(path):
+        if not self._allow_outside and self._is_outside(path):
             raise DataFileError(
                 f"{self.path}: some of its rows lie in {path}, outside of its folder, which "
                 "allow_outside=False refuses; move that file there, or allow it if you trust "
@@ -213,38 +194,68 @@ class Layout:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def _stretches(self, dataset: Any, depth: int = 0) -> list[Stretch]:
-        """Return the stretches of a dataset, which so many virtual datasets show."""
+    def _stretches(self, dataset: Any) -> list[Stretch]:
+        """Return the stretches of a dataset."""
         # A link may lead to another file.
         path = dataset.file.filename
         self._inspect(path)
-        if not dataset.is_virtual:
-            name = dataset.name
-            for raw, _, _ in dataset.external or ():
-                self._inspect_raw(dataset, raw)
-            chunk = dataset.chunks[0] if dataset.chunks else 0
-            rows = len(dataset) if dataset.shape else 0
-            size = int(dataset.id.get_storage_size())
-            stored = StoredDataset(path, name, chunk, dataset.compression, size)
-            return [Stretch(0, rows, 0, stored)] if rows else []
-        try:
-            sources = dataset.virtual_sources()
-        except UnicodeDecodeError:
-            raise _Scattered("the name of a file that it shows is not UTF-8") from None
-        if depth >= _DEEPEST:
+        if dataset.is_virtual:
+            if (parts := self._parts(dataset)) is not None:
+                return parts
+            if not self._allow_outside:
+                raise DataFileError(
+                    f"{path}: {dataset.name!r} is a virtual dataset that pack has not made, and "
+                    "may show any file, which allow_outside=False refuses; copy it into a dataset "
+                    "of its own, or allow it if you trust the author of the file",
+                    path,
+                )
+        for raw, _, _ in dataset.external or ():
+            self._inspect_raw(dataset, raw)
+        chunk = dataset.chunks[0] if dataset.chunks else 0
+        rows = len(dataset) if dataset.shape else 0
+        size = int(dataset.id.get_storage_size())
+        stored = StoredDataset(path, dataset.name, chunk, dataset.compression, size)
+        return [Stretch(0, rows, stored)] if rows else []
+
+    def _parts(self, dataset: Any) -> list[Stretch] | None:
+        """Return the stretches of a virtual dataset of whole parts, as of `pack`; else None."""
+        whole, sources = dataset.file.filename, dataset.virtual_sources()
+        if any(_is_pattern(source) for source in sources):
+            return None
+        paths = [self._path_of_part(whole, source.file_name) for source in sources]
+        found: list[Stretch] = []
+        end = 0
+        for path, source in zip(paths, sources, strict=True):
+            rows = _rows(source, dataset.shape)
+            if rows is None or rows.start != end:
+                return None
+            part = self._files[path].get(_unescaped(source.dset_name))
+            if not isinstance(part, h5py.Dataset):
+                raise DataFileError(f"{path}: there is no dataset {source.dset_name!r}", path)
+            if part.is_virtual or _row_of(part) != _row_of(dataset):
+                return None
+            if len(part) < len(rows):
+                raise DataFileError(
+                    f"{path}: {part.name[1:]!r} has {len(part)} rows, but {whole} reads "
+                    f"{len(rows)} of it",
+                    path,
+                )
+            (stretch,) = self._stretches(part)
+            end = rows.stop
+            found.append(Stretch(rows.start, end, stretch.dataset))
+        return found if end == len(dataset) else None
+
+    def _path_of_part(self, whole: str, name: str) -> str:
+        """Return the path of a file to which a virtual dataset in the file `whole` refers."""
+        path = whole if name == "." else _beside(whole, _unescaped(name))
+        if not os.path.exists(path):
             raise DataFileError(
-                f"{path}: the virtual dataset {dataset.name!r} shows itself, or lies below "
-                f"{_DEEPEST} others, so its rows lie nowhere; write the file again from the data",
-                path,
+                f"{whole}: its part {_unescaped(name)} is missing; the file and its parts belong "
+                "together and must be moved together (merge=True packs into one file)",
+                whole,
             )
-        found = [
-            stretch for source in sources for stretch in self._shown(path, dataset, source, depth)
-        ]
-        found.sort(key=lambda stretch: stretch.start)
-        edges = [0, *(edge for s in found for edge in (s.start, s.stop)), len(dataset)]
-        if edges[::2] != edges[1::2]:
-            raise _Scattered("some of its rows lie in no file, or in several")
-        return found
+        self._inspect(path)
+        return path
 
     def _inspect_raw(self, dataset: Any, raw: str) -> None:
         """Inspect a file of raw numbers that holds the rows of a dataset."""
@@ -260,45 +271,6 @@ class Layout:
             raise DataFileError(
                 f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
             ) from None
-
-    def _shown(self, whole: str, dataset: Any, source: Any, depth: int) -> Iterator[Stretch]:
-        """Yield the stretches that one mapping of a virtual dataset in the file `whole` shows."""
-        start, stop = _rows(source.vspace, dataset.shape)
-        shown = self._part(whole, source)
-        is_alike = (shown.ndim, shown.shape[1:]) == (dataset.ndim, dataset.shape[1:])
-        if not is_alike or kind_of(shown.dtype) != kind_of(dataset.dtype):
-            raise _Scattered(f"it shows {shown.name!r} of {shown.file.filename} in another form")
-        first, last = 0, stop - start
-        if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
-            first, last = _rows(source.src_space, shown.shape)
-        if len(shown) < last:
-            path, count = shown.file.filename, len(shown)
-            raise DataFileError(
-                f"{path}: {shown.name[1:]!r} has {count} rows, but {whole} reads {last} of it", path
-            )
-        # HDF5 maps no selection to one of another size, so both have equally many rows.
-        for inner in self._stretches(shown, depth + 1):
-            part = inner.cut(first, last)
-            if part.start < part.stop:
-                shift = start - first
-                yield Stretch(part.start + shift, part.stop + shift, part.first, part.dataset)
-
-    def _part(self, whole: str, source: Any) -> Any:
-        """Return the dataset that one mapping of a virtual dataset in the file `whole` shows."""
-        path, name = whole, _unescaped(source.dset_name)
-        if source.file_name != ".":
-            path = _beside(whole, _unescaped(source.file_name))
-        if not os.path.exists(path):
-            raise DataFileError(
-                f"{whole}: its part {_unescaped(source.file_name)} is missing; the file and its "
-                "parts belong together and must be moved together (merge=True packs into one file)",
-                whole,
-            )
-        self._inspect(path)
-        part = self._files[path].get(name)
-        if not isinstance(part, h5py.Dataset):
-            raise DataFileError(f"{path}: there is no dataset {name!r}", path)
-        return part
 
 
 def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -317,21 +289,19 @@ def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, An
     return found
 
 
-class _Scattered(Exception):
-    """A virtual dataset is not made of whole rows, one after the other."""
+def _rows(source: Any, shape: tuple[int, ...]) -> range | None:
+    """Return the rows that show the whole dataset of a mapping; None if it shows less."""
+    if source.src_space.get_select_type() != h5py.h5s.SEL_ALL:
+        return None
+    lows, highs = source.vspace.get_select_bounds()
+    rows = range(int(lows[0]), int(highs[0]) + 1)
+    is_whole = source.vspace.get_select_npoints() == len(rows) * math.prod(shape[1:])
+    return rows if is_whole else None
 
 
-def _rows(space: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the first row of a selection in a dataset, and the row behind its last one."""
-    try:
-        lows, highs = space.get_select_bounds()
-        count = space.get_select_npoints()
-    except (RuntimeError, ValueError, OverflowError):
-        raise _Scattered("how many rows it has depends on the files that are there") from None
-    start, stop = int(lows[0]), int(highs[0]) + 1
-    if any(lows[1:]) or count != (stop - start) * math.prod(shape[1:]):
-        raise _Scattered("it does not show whole rows, one after the other")
-    return start, stop
+def _row_of(dataset: Any) -> tuple[int, tuple[int, ...], str]:
+    """Return what the rows of a part must have in common."""
+    return dataset.ndim, dataset.shape[1:], kind_of(dataset.dtype)
 
 
 def _beside(whole: str, name: str) -> str:
@@ -349,9 +319,12 @@ def escaped(name: str) -> str:
 
 
 def _unescaped(name: str) -> str:
-    if "%" in name.replace("%%", ""):
-        raise _Scattered("its files or datasets are counted by a pattern")
     return name.replace("%%", "%")
+
+
+def _is_pattern(source: Any) -> bool:
+    """Return whether the names in a mapping have places for numbers."""
+    return "%" in f"{source.file_name}/{source.dset_name}".replace("%%", "")
 
 
 def _stamp(path: str) -> tuple[int, int]:
@@ -484,7 +457,7 @@ class Column:
         dtype: Name of the dtype in numpy; `"text"` or `"ragged int32"` for rows of variable length.
         chunk: Number of rows in a chunk; 0 if it is stored in one piece.
         compression: Compression such as `"gzip"`, or None.
-        stored: Size in the file, or in all files of a virtual dataset, in bytes.
+        stored: Size in the file, or in all parts of a packed file, in bytes.
         is_virtual: Whether its rows lie in other files.
     """
 
@@ -497,68 +470,14 @@ class Column:
     is_virtual: bool
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A few statistics of a column; None where they make no sense.
-
-    Attributes:
-        rows: Number of rows that the statistics are of.
-        minimum: Smallest number.
-        mean: Mean of all numbers.
-        maximum: Largest number.
-        not_finite: Number of values that are NaN or infinite; they are left out of the others.
-    """
-
-    rows: int
-    minimum: float | None = None
-    mean: float | None = None
-    maximum: float | None = None
-    not_finite: int = 0
-
-
-@dataclass(frozen=True)
-class Description:
-    """The description of a file.
-
-    Attributes:
-        path: Path of the file.
-        bytes: Size of the file and of all files that hold rows of its virtual datasets.
-        files: Number of these files.
-        columns: All its datasets.
-        summaries: A summary for each column.
-        attributes: Attributes of the file.
-        column_attributes: Attributes of each column that has some.
-        outside: Files that hold rows, and that are not in the folder of the file.
-    """
-
-    path: str
-    bytes: int
-    files: int
-    columns: tuple[Column, ...]
-    summaries: tuple[Summary, ...]
-    attributes: dict[str, Any]
-    column_attributes: dict[str, dict[str, Any]]
-    outside: tuple[str, ...]
-
-
-def describe(
-    path: str | os.PathLike[str],
-    full: bool = False,
-    progress: Callable[[int], object] | None = None,
-    allow_outside: bool = True,
-) -> Description:
-    """Describe an HDF5 file: its datasets, how they are stored, and a few statistics.
+def describe(path: str | os.PathLike[str]) -> tuple[Column, ...]:
+    """Return the datasets of an HDF5 file, and how they are stored; no rows are read.
 
     Args:
         path: Path of the file.
-        full: Whether the statistics are of all rows; by default of 16 chunks, evenly spread.
-        progress: Function that is called with the number of rows whenever some were read.
-        allow_outside: Whether rows may be read from files that are not in the folder of the file;
-            True by default. A file that you do not trust can show you any file of yours.
 
     Raises:
-        DataFileError: The file or one of its parts is missing, broken or being written, or a
-            part lies outside of its folder, and `allow_outside` is False.
+        DataFileError: The file or one of its parts is missing, broken or being written.
 
     Example:
         >>> import os, tempfile, h5py
@@ -566,24 +485,12 @@ def describe(
         ...     path = os.path.join(folder, "a.h5")
         ...     with h5py.File(path, "w") as file:
         ...         file["x"] = [[1.0, 2.0], [3.0, 6.0]]
-        ...     found = describe(path)
-        >>> found.columns[0].name, found.columns[0].shape, found.summaries[0].mean
-        ('x', (2, 2), 3.0)
+        ...     (found,) = describe(path)
+        >>> found.name, found.shape, found.dtype
+        ('x', (2, 2), 'float64')
     """
-    layout = Layout(os.path.abspath(path), allow_outside=allow_outside)
-    with files.opened(layout.path) as file:
-        attributes = dict(file.attrs)
-        own = {name: dict(file[name].attrs) for name in layout.columns if file[name].attrs}
-    return Description(
-        path=str(path),
-        bytes=sum(size for size, _ in layout.stamps.values()),
-        files=len(layout.stamps),
-        columns=tuple(itertools.starmap(_column, layout.columns.items())),
-        summaries=tuple(_summary(layout, name, full, progress) for name in layout.columns),
-        attributes=attributes,
-        column_attributes=own,
-        outside=tuple(filter(layout.is_outside, layout.stamps)),
-    )
+    layout = Layout(os.path.abspath(path))
+    return tuple(itertools.starmap(_column, layout.columns.items()))
 
 
 def _column(name: str, found: ColumnLayout) -> Column:
@@ -591,31 +498,3 @@ def _column(name: str, found: ColumnLayout) -> Column:
     chunk, compression = (datasets[0].chunk, datasets[0].compression) if datasets else (0, None)
     stored = sum(dataset.size for dataset in datasets)
     return Column(name, found.shape, found.kind, chunk, compression, stored, found.is_virtual)
-
-
-def _summary(
-    layout: Layout, name: str, full: bool, progress: Callable[[int], object] | None
-) -> Summary:
-    column = layout.columns[name]
-    if not column.stretches or column.dtype.kind not in "biuf":
-        return Summary(0)
-    blocks = list(itertools.pairwise([*column.starts(), column.shape[0]]))
-    if not full and len(blocks) > _SAMPLE_BLOCKS:
-        picked = np.linspace(0, len(blocks) - 1, _SAMPLE_BLOCKS).astype(int)
-        blocks = [blocks[at] for at in picked]
-    rows, bad, found = 0, 0, []
-    with contextlib.closing(RowReader(layout, {name: column})) as reader:
-        for start, stop in blocks:
-            block = reader.read([(start, stop)])[name]
-            finite = block[np.isfinite(block)]
-            rows += len(block)
-            bad += block.size - finite.size
-            if finite.size:
-                total = float(finite.sum(dtype=np.float64))
-                found.append((finite.size, total, float(finite.min()), float(finite.max())))
-            if progress is not None:
-                progress(stop - start)
-    if not found:
-        return Summary(rows, not_finite=bad)
-    numbers, totals, least, most = zip(*found, strict=True)
-    return Summary(rows, min(least), sum(totals) / sum(numbers), max(most), bad)

@@ -122,8 +122,9 @@ class HDF5Source(Generic[Batch]):
         drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
             not every shard has; False by default.
         allow_outside: Whether rows may be read from files that are not in the folder of the file:
-            of external links, virtual datasets and external raw storage. True by default. Give
-            False for a file that you do not trust, which could show you any file of yours.
+            of external links, packed parts and external raw storage. Virtual datasets of other
+            programs are refused then. True by default. Give False for a file that you do not
+            trust, which could show you any file of yours.
 
     Raises:
         DataFileError: The file, or one that it refers to, is missing, broken or being written; a
@@ -403,12 +404,6 @@ def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], dict[str
     for name, column in columns.items():
         if not column.shape:
             raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
-        if column.unreadable:
-            raise DataFileError(
-                f"{path}: {name!r} is a virtual dataset of a kind that is not read, since "
-                f"{column.unreadable}; copy it into a dataset of its own",
-                path,
-            )
     if len({column.shape[0] for column in columns.values()}) > 1:
         counts = ", ".join(f"{name}: {column.shape[0]}" for name, column in columns.items())
         raise DataFileError(

@@ -1,9 +1,9 @@
 """The demo: workers read and augment handwritten digits, and a small network learns them.
 
-    PNG files ==> FileBatches, in each worker ==> GeneratorEnqueuer ==> training ==> accuracy
+    PNG files ==> OrderedEnqueuer ==> training ==> accuracy
 
-Then the same loop runs again without the enqueuer: the same batches, made in the training process
-when they are needed. So both runs must end with the same weights.
+Then the same loop runs again without workers: the same batches, made in the training process when
+they are needed. So both runs must end with the same weights.
 
 The data are the digits of scikit-learn: nothing is downloaded. scikit-learn, Pillow and tqdm are
 extras and imported where they are used.
@@ -24,10 +24,9 @@ import numpy.typing as npt
 from threadpoolctl import threadpool_limits
 
 from enqueuer.common.extras import framework
-from enqueuer.datasets.files.batches import FileBatches
-from enqueuer.enqueuers.generator import GeneratorEnqueuer
+from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.monitoring.progress import bar
-from enqueuer.workers.shards import Shard, Task
+from enqueuer.workers.shards import Task
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Batch: TypeAlias = tuple[npt.NDArray[Any], Any]
@@ -69,8 +68,8 @@ class DemoResult:
         held_out: Number of images to test on.
         steps: Number of training steps.
         accuracy: Share of the held-out images that are recognised.
-        enqueued: Time of the run with the enqueuer.
-        serial: Time of the run without it.
+        enqueued: Time of the run with workers.
+        serial: Time of the run without them.
     """
 
     images: int
@@ -84,7 +83,7 @@ class DemoResult:
 def run(
     workers: int, epochs: int, batch_size: int, backend: Literal["thread", "process"], seed: int
 ) -> DemoResult:
-    """Train with the enqueuer and without it; return the measurements.
+    """Train with workers and without them; return the measurements.
 
     The image files lie in a temporary directory that is removed in any case. Progress bars go to
     standard error.
@@ -97,21 +96,31 @@ def run(
     framework("Pillow", "demo", "9.2", "PIL", user="the demo")
     framework("tqdm", "demo", "4.64", user="the demo")
     # On cores that the workers keep busy, the threads of one matrix product spin until the slowest
-    # gets a core. The run without the enqueuer loses nothing by the limit.
+    # gets a core. The run without workers loses nothing by the limit.
     with (
         tempfile.TemporaryDirectory(prefix="enqueuer-demo-") as folder,
         threadpool_limits(1, user_api="blas"),
     ):
         images = write_digits(Path(folder), seed)
         held_out, train = images[:_HELD_OUT], images[_HELD_OUT:]
-        batches = FileBatches(train, augmented, batch_size, with_labels=True)
         steps = epochs * -(-len(train) // batch_size)
         learn = functools.partial(_train, seed, steps, batch_size)
-        enqueuer = GeneratorEnqueuer(batches, workers=workers, backend=backend, random_seed=seed)
-        network, enqueued = learn("with the enqueuer", _enqueued(enqueuer, epochs))
-        twin, serial = learn("without it      ", _serial(batches, epochs, seed))
-        (tested,) = FileBatches(held_out, plain, _HELD_OUT, with_labels=True)(Shard())
-        accuracy = network.score(*tested)
+
+        def made(workers: int) -> Generator[Batch, None, None]:
+            enqueuer: OrderedEnqueuer[Batch] = OrderedEnqueuer(
+                train,
+                augmented,
+                shuffle=True,
+                batch_size=batch_size,
+                workers=workers,
+                backend=backend,
+                random_seed=seed,
+            )
+            return _epochs(enqueuer, epochs)
+
+        network, enqueued = learn("with workers   ", made(workers))
+        twin, serial = learn("without workers", made(0))
+        accuracy = network.score(*map(np.array, zip(*map(plain, held_out), strict=True)))
     if not all(map(np.array_equal, network.coefs_, twin.coefs_)):
         raise RuntimeError("the two trainings ended with different weights")
     return DemoResult(len(train), len(held_out), steps, accuracy, enqueued, serial)
@@ -133,25 +142,27 @@ def write_digits(folder: Path, seed: int) -> list[tuple[Path, int]]:
     return [images[number] for number in np.random.default_rng(seed).permutation(len(images))]
 
 
-def plain(path: Path) -> Floats:
+def plain(file: tuple[Path, int]) -> tuple[Floats, int]:
     """Read an image, and shrink it to the input of the network."""
     from PIL import Image
 
+    path, label = file
     with Image.open(path) as image:
-        return _pixels(image)
+        return _pixels(image), label
 
 
-def augmented(path: Path, task: Task) -> Floats:
+def augmented(file: tuple[Path, int], task: Task) -> tuple[Floats, int]:
     """Read an image; rotate, shift and blur it, and add noise."""
     from PIL import Image, ImageFilter
 
-    rng = task.rng
+    (path, label), rng = file, task.rng
     angle = rng.uniform(-_MAX_TURN, _MAX_TURN)
     right, down = (int(shift) for shift in rng.integers(-_MAX_SHIFT, _MAX_SHIFT, 2, endpoint=True))
     with Image.open(path) as image:
         moved = image.rotate(angle, Image.Resampling.BICUBIC, translate=(right, down))
     pixels = _pixels(moved.filter(ImageFilter.GaussianBlur(rng.uniform(0, 3))))
-    return pixels + np.float32(_NOISE) * rng.standard_normal(pixels.shape, dtype=np.float32)
+    noise = rng.standard_normal(pixels.shape, dtype=np.float32)
+    return pixels + np.float32(_NOISE) * noise, label
 
 
 def _pixels(image: Any) -> Floats:
@@ -160,18 +171,11 @@ def _pixels(image: Any) -> Floats:
     return np.asarray(small, dtype=np.float32).ravel() / np.float32(127.5) - np.float32(1)
 
 
-def _enqueued(enqueuer: GeneratorEnqueuer[Batch], epochs: int) -> Generator[Batch, None, None]:
-    """Yield batches that workers make ahead; each loop over the enqueuer is an epoch."""
+def _epochs(enqueuer: OrderedEnqueuer[Batch], epochs: int) -> Generator[Batch, None, None]:
+    """Yield the batches of some epochs; each loop over the enqueuer is one."""
     with enqueuer:
         for _ in range(epochs):
             yield from enqueuer
-
-
-def _serial(batches: FileBatches[Batch], epochs: int, seed: int) -> Generator[Batch, None, None]:
-    """Yield the same batches in the same order, made in this process when they are needed."""
-    for epoch in range(epochs):
-        # Batches of files do not depend on the number of shards.
-        yield from batches(Shard(0, 1, epoch, seed))
 
 
 def _train(

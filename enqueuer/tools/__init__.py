@@ -1,1 +1,0 @@
-"""Tools of the command line alone: benchmark, trace pages and demo."""
