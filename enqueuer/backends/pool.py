@@ -169,17 +169,11 @@ class Dispatch(Protocol[W_contra]):
     Nothing here waits.
 
     Attributes:
-        least: Number of tickets that are worth an offer: several if the tasks are quick and each
-            offer takes long.
         awaited: Number of the task whose result the loop sleeps for; None: for any message. A
             pool may wake the loop sooner.
     """
 
     awaited: int | None = None
-
-    @property
-    def least(self) -> int:
-        return 1
 
     def pack(self, tickets: Sequence[Ticket]) -> Sequence[Any]:
         """Return some tickets as they travel, all with elements or all without.

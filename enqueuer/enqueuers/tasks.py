@@ -243,12 +243,6 @@ class TaskEpoch(EpochWork):
         order, tasks, source = self.order, self._run.backend.tasks, self._source
         assert tasks is not None, "the backend was loaded for tasks"
         reads, most = 0, self._most_out(tasks)
-        if source.is_sequence and self._reader is not None and self._pending is None:
-            # Quick tasks are offered several at once. Three quarters of them are still out, and
-            # when those are done there is room for more.
-            room = most - tasks.results.outstanding
-            if room < min(tasks.dispatch.least, most // 4):
-                return
         while self._pending is not None or not self._is_read:
             if self._pending is None:
                 room = most - tasks.results.outstanding

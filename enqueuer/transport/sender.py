@@ -354,8 +354,6 @@ class ItemSender:
         self.control.reclaim = self.blocks.pool.reclaim
         self.new_claim = status.claims.new
         self.claim = self.new_claim()
-        # Further tickets of the packet that was taken last.
-        self._tickets: deque[Ticket] = deque()
         # Number of items that were sent before the epoch that it runs, and its number.
         self._epoch = 0, -1
         # When the record of the meter was written.
@@ -428,8 +426,6 @@ class ItemSender:
             control.look()
             if control.closed:
                 return None
-            if self._tickets:
-                return self._tickets.popleft()
             control.read_orders()
             found = control.tasks.popleft() if control.tasks else take(task_socket)
             if found is None:
@@ -438,7 +434,7 @@ class ItemSender:
             token, number = task_queue.HEAD.unpack_from(found[0])
             self.claim(token + 1)
             try:
-                self._tickets.extend(task_queue.unpack(*found))
+                return task_queue.unpack(*found)
             except Exception as error:
                 # The user's class cannot be loaded here.
                 self.send(Failure(0, number, error))

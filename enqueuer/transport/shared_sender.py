@@ -141,13 +141,11 @@ class SharedSender:
         claim = self._claims[number] = self._free.pop() if self._free else self._new_claim()
         claim(token + 1)
         try:
-            # Only one, as another worker may have a thread for the next one.
-            (ticket,) = task_queue.unpack(*found)
+            return task_queue.unpack(*found)
         except Exception as error:
             # The user's class cannot be loaded here.
             self.send(Failure(0, number, error))
             return None
-        return ticket
 
     def _wait(self) -> None:
         """Wait until there are tasks or orders; send logs meanwhile."""

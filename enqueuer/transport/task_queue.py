@@ -9,7 +9,6 @@ socket can be read without taking it.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import socket
 import struct
@@ -99,8 +98,8 @@ def pack(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
         ) from error
 
 
-def unpack(packet: bytes, fds: list[int]) -> list[Ticket]:
-    """Return the tickets of a packet, and close the descriptors."""
+def unpack(packet: bytes, fds: list[int]) -> Ticket:
+    """Return the ticket of a packet, and close the descriptors."""
     body = packet[HEAD.size :]
-    loaded = pickle.loads(read_whole(body, fds) if fds else body)
-    return [loaded] if type(loaded) is Ticket else list(itertools.starmap(Ticket, loaded))
+    ticket: Ticket = pickle.loads(read_whole(body, fds) if fds else body)
+    return ticket

@@ -35,8 +35,6 @@ from enqueuer import (
     WorkerDied,
     replay,
 )
-from enqueuer.backends.process.dispatch import PacketSizes, QueueDispatch
-from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.workers.collate import stack
 
@@ -1258,45 +1256,6 @@ def test_an_interrupt_ends_the_replay_of_a_fetch(on_error):
             next(iter(enqueuer))
         with pytest.raises(KeyboardInterrupt):
             replay(caught.value)
-
-
-@pytest.mark.parametrize(("size", "least"), [(64, 16), (2, 1)])
-def test_quick_tasks_of_processes_are_submitted_several_at_once(monkeypatch, size, least):
-    submitted, submit = [], TaskSchedule.submit
-
-    def noted(schedule, tickets):
-        submitted.append(len(tickets))
-        submit(schedule, tickets)
-
-    monkeypatch.setattr(TaskSchedule, "submit", noted)
-    # As if the tasks were known to be quick, whatever else this machine does.
-    monkeypatch.setattr(QueueDispatch, "least", 16)
-    options = dict(backend="process", workers=2, max_queue_size=size)
-    with OrderedEnqueuer(range(500), double, **options) as enqueuer:
-        assert list(enqueuer) == [2 * x for x in range(500)]
-    *most, _ = submitted
-    assert min(most) >= least and max(submitted) <= size + 2
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_quick_results_before_a_slow_one_come_at_once(process, tmp_path, monkeypatch, workers):
-    """They are of the same packet, after which the loop would be woken otherwise."""
-    # As if the tasks were known to be quick, whatever else this machine does.
-    monkeypatch.setattr(QueueDispatch, "least", 16)
-    monkeypatch.setattr(PacketSizes, "next", lambda self, count, workers, most: min(8, count))
-
-    def wait(x):
-        if x in (503, 1203):
-            wait_until((tmp_path / f"gate-{x}").exists)
-        return x
-
-    with OrderedEnqueuer(range(2000), wait, workers=workers, max_queue_size=64, **process) as tasks:
-        batches, taken = iter(tasks), []
-        for slow in (503, 1203):
-            while len(taken) < slow:
-                taken.append(next(batches))
-            (tmp_path / f"gate-{slow}").touch()
-        assert [*taken, *batches] == list(range(2000))
 
 
 class OfTable:

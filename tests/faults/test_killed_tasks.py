@@ -16,7 +16,6 @@ import pytest
 from helpers import start_method_of
 
 from enqueuer import BatchTimeout, OrderedEnqueuer, Processes, WorkerDied
-from enqueuer.backends.process.dispatch import PacketSizes
 from enqueuer.enqueuers.enqueuer import core_of
 
 KILLS = int(os.environ.get("ENQUEUER_KILLS", "8"))  # of each test and start method
@@ -50,38 +49,6 @@ class Deadly:
             (self.path / str(os.getpid())).touch()
             helpers.kill_self()
         return x
-
-
-@pytest.fixture
-def packets_of_four(monkeypatch):
-    """Have four tickets share each packet, as if the tasks were quick."""
-    monkeypatch.setattr(PacketSizes, "next", lambda sizes, count, workers, most: min(4, count))
-
-
-def test_the_tasks_of_a_packet_are_done_again_after_a_death_within_it(
-    process, tmp_path, packets_of_four
-):
-    deadly = Deadly(tmp_path, 2, at=6)
-    with OrderedEnqueuer(range(40), deadly, workers=2, max_restarts=2, **process) as enqueuer:
-        assert list(enqueuer) == list(range(40))
-        assert enqueuer.restart_count == 2
-
-
-def test_a_death_within_a_packet_names_its_task(process, tmp_path, packets_of_four):
-    seen = []
-    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99, at=6), **process) as enqueuer:
-        with pytest.raises(WorkerDied, match="was killed by SIGKILL") as caught:
-            seen.extend(iter(enqueuer))
-    assert seen == list(range(6))
-    assert "task 6, element 6" in caught.value.__notes__[0]
-
-
-def test_a_worker_that_leaves_within_a_packet_leaves_its_tasks_to_others(process, packets_of_four):
-    with OrderedEnqueuer(range(300), abs, workers=3, max_queue_size=20, **process) as enqueuer:
-        batches = iter(enqueuer)
-        seen = [next(batches) for _ in range(50)]
-        enqueuer.reconfigure(workers=1)
-        assert [*seen, *batches] == list(range(300))
 
 
 def test_a_death_is_told_in_its_turn_and_names_the_task(process, tmp_path):

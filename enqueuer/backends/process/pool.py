@@ -57,9 +57,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
     def __init__(self, job: Job) -> None:
         self.workers: list[ProcessWorker] = []
         self._starter = Starter(job)
-        self.dispatch = QueueDispatch(
-            self.workers, self._starter.known, one_each=job.source.has_threads
-        )
+        self.dispatch = QueueDispatch(self.workers, self._starter.known)
         self._job = job
         self._does_tasks = isinstance(job.source, TaskSource)
         # The worker of each descriptor, and whether that is its pidfd.

@@ -108,8 +108,6 @@ class ThreadWorker(ThreadSender):
 class ThreadDispatch(Dispatch[ThreadWorker]):
     """See `enqueuer.backends.pool.Dispatch`: one buffer, from which free threads take tickets."""
 
-    least = 1
-
     def __init__(self, tickets: WorkQueue[Ticket], workers: Sequence[ThreadWorker]) -> None:
         self._tickets = tickets
         self._workers = workers
