@@ -400,8 +400,7 @@ class EpochReader:
         # Every few milliseconds, or at each batch if these take longer.
         is_time = run.meter.count(count)
         if is_time:
-            # The batch that is about to be given does not wait.
-            run.meter.sample(max(0, self.waiting() - 1))
+            run.meter.look()
             run.is_news = True
         first_items = self.work.first_items
         if first_items is not None:

@@ -457,7 +457,6 @@ class Run:
             waited_for={worker: waited / 1e9 for worker, waited in list(waits.by_worker.items())},
             queue_size=min(in_queue, options.max_queue_size),
             max_queue_size=options.max_queue_size,
-            queue_depth=waits.queue_depth,
             error_count=self.failures.count,
             restart_count=self.restarts.count,
             cpus=self.cpus(),

@@ -3,7 +3,7 @@
     worker: Meter.pause(), resume() -> words --> read by the loop, at any time
             words, usage --worker_stats()--> WorkerStats --> since(earlier): the difference
     loop:   LoopMeter.pause(), resume() -> waits, by length and by worker
-            LoopMeter.count() -> number of items; sample() -> depth of the queue
+            LoopMeter.count() -> number of items
 
 Only the worker writes its words. The loop's own thread writes the loop's meter; any thread may
 read both.
@@ -50,12 +50,10 @@ CPU_WAIT_BEFORE = 8
 
 WORDS = 9
 
-# Samples of the queue's depth; of more, every second one is forgotten.
-_MOST_SAMPLES = 256
-# Nanoseconds between two samples, at first.
-_SAMPLE_NS = 5_000_000
-# Nanoseconds from one item to the next.
-_QUICK_NS = 50_000
+# Begins of epochs that are remembered; of more, every second one is forgotten.
+_MOST_EPOCHS = 256
+# Nanoseconds until what is not done for each item is done again.
+_LOOK_NS = 5_000_000
 # Nanoseconds; counting a shorter read by its length would take too large a part of it.
 _LONG_READ_NS = 100_000
 
@@ -101,7 +99,7 @@ class Meter:
 
 
 class LoopMeter:
-    """The waits of the loop for its batches, and the depth of the queue.
+    """The waits of the loop for its batches.
 
     One thread at a time writes it, any may read.
 
@@ -119,9 +117,7 @@ class LoopMeter:
         ended: Time at which the last epoch ended, if the next one has not begun; else 0.
         since: Time at which the current wait began; 0 if the loop does not wait.
         worker: Index of the worker that is waited for now, if it is a certain one.
-        samples: Pairs of a time and of the number of items that waited then.
         taken: Number of items that came from the workers.
-        is_quick: Whether the loop took an item at least each 50 us between the last two samples.
     """
 
     def __init__(self) -> None:
@@ -143,21 +139,12 @@ class LoopMeter:
         self._begun, self._each = 0, 1
         # CPU time that this process had used when the last epoch ended.
         self._cpu_s_at_end = 0.0
-        self.samples: list[tuple[int, int]] = []
         self.taken = 0
-        self.is_quick = False
         # Number of the thread that took the first batch, and what it had used then.
         self._thread: int | None = None
         self._used_before = usage.Usage()
-        # Time of the last sample, and the number of items that were taken until then.
-        self._sampled = self._counted = 0
-        # Least time between two samples that are kept.
-        self._interval = _SAMPLE_NS
-
-    @property
-    def queue_depth(self) -> tuple[tuple[float, int], ...]:
-        """The samples, with times in seconds since the start."""
-        return tuple([((at - self.began) / 1e9, size) for at, size in list(self.samples)])
+        # Time of the last `look`.
+        self._looked = 0
 
     @property
     def used(self) -> usage.Usage:
@@ -205,7 +192,7 @@ class LoopMeter:
             # Of a long run every second one, then every fourth, and so on.
             if self._begun % self._each == 0:
                 self._epochs.append((now, self.idle))
-            if len(self._epochs) > _MOST_SAMPLES:
+            if len(self._epochs) > _MOST_EPOCHS:
                 self._epochs = self._epochs[1::2]
                 self._each *= 2
 
@@ -227,26 +214,18 @@ class LoopMeter:
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 
     def count(self, items: int) -> bool:
-        """Count items that were taken; return whether it is time for a sample."""
+        """Count items that were taken; return whether it is time for `look`."""
         self.taken += items
-        return clock() - self._sampled >= _SAMPLE_NS
+        return clock() - self._looked >= _LOOK_NS
 
-    def sample(self, waiting: int) -> None:
-        """Note the number of items that wait."""
-        now = clock()
+    def look(self) -> None:
+        """Note that what is not done for each item is done now, as for the first one."""
+        self._looked = clock()
         if not self.first:
-            self.first = now
+            self.first = self._looked
             # `current_thread()` would leave an object behind for a thread of another library.
             self._thread = threading.get_native_id()
             self._used_before = usage.of_native_thread(self._thread)
-        self.is_quick = (self.taken - self._counted) * _QUICK_NS > now - self._sampled
-        self._sampled, self._counted = now, self.taken
-        samples = self.samples
-        if not samples or now - samples[-1][0] >= self._interval:
-            samples.append((now, waiting))
-            if len(samples) > _MOST_SAMPLES:
-                self.samples = samples[::2]
-                self._interval *= 2
 
 
 def bucket_of(nanoseconds: int) -> int:

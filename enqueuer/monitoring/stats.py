@@ -169,8 +169,6 @@ class Stats:
         waited_for: Seconds of `waiting_s` for each worker, by its index; empty without order.
         queue_size: Number of finished batches that wait.
         max_queue_size: Largest number of finished batches that may wait.
-        queue_depth: Samples of a time, in seconds since the start, and the number of finished
-            batches then; up to 256, taken when the loop had taken some.
         error_count: Number of errors that were skipped.
         restart_count: Number of workers that died and were replaced.
         cpus: Number of CPUs for this process and the workers; in a container, its share.
@@ -205,7 +203,6 @@ class Stats:
     waited_for: Mapping[int, float]
     queue_size: int
     max_queue_size: int
-    queue_depth: tuple[tuple[float, int], ...]
     error_count: int
     restart_count: int
     cpus: float
@@ -301,7 +298,6 @@ class Stats:
                 index: max(0.0, seconds - earlier.waited_for.get(index, 0.0))
                 for index, seconds in self.waited_for.items()
             },
-            queue_depth=tuple(at for at in self.queue_depth if at[0] > earlier.seconds),
             is_later=earlier.is_later or earlier.first_batch_s is not None,
             workers=tuple(
                 worker.since(before[key])

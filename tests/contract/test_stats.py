@@ -191,18 +191,6 @@ def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
         thread.join(LIMIT)
 
 
-@pytest.mark.parametrize("options", BACKENDS)
-def test_the_fill_is_known_at_several_times(options):
-    def source():
-        yield from range(300)
-
-    stats = stats_of(source, use_s=0.001, **options)
-    times = [at for at, _ in stats.queue_depth]
-    assert 2 <= len(times) <= 257
-    assert times == sorted(times)
-    assert all(0 <= size <= 10 for _, size in stats.queue_depth)
-
-
 @pytest.mark.parametrize("options", OTHER_PROCESSES)
 def test_of_processes_cpu_and_memory_are_known(options):
     def source():
@@ -318,7 +306,6 @@ def test_the_difference_of_two_is_what_was_between_them(options):
     assert stats.items == 12
     assert [worker.items for worker in stats.workers] == [6, 6]
     assert stats.epoch == 1
-    assert all(at > earlier.seconds for at, _ in stats.queue_depth)
 
 
 def test_the_rate_between_two_counts_all_batches_in_between():

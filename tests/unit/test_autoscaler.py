@@ -101,7 +101,7 @@ class Load:
         ]  # fmt: skip
         return Stats(
             self.time_s, "thread", True, 0, self.items, 0.0, 0.0, self.waiting_s,
-            0.0, self.working_s, 0.0, {}, {}, 0, 10, (), 0, 0, self.cpus, 0.0, tuple(workers),
+            0.0, self.working_s, 0.0, {}, {}, 0, 10, 0, 0, self.cpus, 0.0, tuple(workers),
         )  # fmt: skip
 
 

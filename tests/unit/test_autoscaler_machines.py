@@ -142,7 +142,7 @@ class Machine:
         backend = "thread" if self.work.in_threads else "process"
         return Stats(
             self.time_s, backend, True, 0, self.given, 0.0, 0.0, self.waiting_s,
-            0.0, self.working_s, 0.0, {}, {}, 0, 10, (), 0, 0, CPUS, 0.0, workers,
+            0.0, self.working_s, 0.0, {}, {}, 0, 10, 0, 0, CPUS, 0.0, workers,
         )  # fmt: skip
 
     def soon_near_best(self):

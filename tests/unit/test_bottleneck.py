@@ -41,7 +41,6 @@ def inputs(*workers, waiting=8.0, working=2.0, items=100, in_threads=False, **mo
         waits={0.1: items},
         waited_for={},
         queue_size=0,
-        queue_depth=(),
         error_count=0,
         restart_count=0,
         ordered=True,

@@ -1,6 +1,5 @@
-"""Meters: where time goes, how waits are sorted, when the depth of the queue is sampled."""
+"""Meters: where time goes, how waits are sorted."""
 
-import itertools
 import time
 
 import pytest
@@ -49,7 +48,7 @@ def test_the_wait_for_the_first_batch_is_apart(clock):
     waits.pause(0)
     clock[0] += 500
     waits.resume()
-    waits.sample(0)
+    waits.look()
     assert (waits.first_wait, waits.waited, waits.buckets) == (500, 0, {})
     waits.pause(0)
     clock[0] += 300
@@ -59,7 +58,7 @@ def test_the_wait_for_the_first_batch_is_apart(clock):
 
 def test_a_pause_within_a_pause_is_one(clock):
     waits = LoopMeter()
-    waits.sample(0)
+    waits.look()
     waits.pause(1)
     clock[0] += 10
     waits.pause(2)
@@ -68,14 +67,14 @@ def test_a_pause_within_a_pause_is_one(clock):
     assert waits.by_worker == {1: 20}
 
 
-def test_what_was_taken_is_counted_whenever_samples_are_taken(clock):
+def test_what_was_taken_is_counted_however_often_the_loop_looks(clock):
     waits = LoopMeter()
     taken = 0
     for bunch in [1, 3, 1, 7, 2] * 200:
         taken += bunch
         clock[0] += 1000
         if waits.count(bunch):
-            waits.sample(bunch)
+            waits.look()
         assert waits.taken == taken
 
 
@@ -85,7 +84,7 @@ def test_reading_is_waiting_and_known_apart(clock):
         waits.pause(None)
         clock[0] += nanoseconds
         waits.resume(has_read=True)
-        waits.sample(0)
+        waits.look()
     assert (waits.first_wait, waits.waited, waits.reading) == (500, 2_000_300, 2_000_300)
     # Short reads are not counted, as counting would slow them down.
     assert sum(waits.buckets.values()) == 1
@@ -96,7 +95,7 @@ def test_between_epochs_the_loop_idles(clock):
     waits.epoch_ended()
     clock[0] += 100
     # The rest before the first batch does not count.
-    waits.sample(0)
+    waits.look()
     for nanoseconds in (7, 20):
         waits.epoch_ended()
         waits.epoch_ended()
@@ -119,7 +118,7 @@ def compute(seconds):
 
 def test_what_the_process_computes_between_epochs_is_counted_apart():
     waits = LoopMeter()
-    waits.sample(0)
+    waits.look()
     compute(0.02)
     waits.epoch_ended()
     compute(0.05)
@@ -131,26 +130,13 @@ def test_what_the_process_computes_between_epochs_is_counted_apart():
     assert waits.idled(0)[1] == used_s < 0.07
 
 
-def test_a_long_run_keeps_few_samples_spread_over_all_of_it(clock):
-    waits = LoopMeter()
-    for number in range(20_000):
-        clock[0] += 10_000_000
-        if waits.count(1):
-            waits.sample(number % 10)
-    times = [at for at, _ in waits.samples]
-    assert 100 < len(times) <= 256
-    assert times[-1] > clock[0] - 3 * 10**9
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert max(gaps) <= 3 * min(gaps)
-
-
 @pytest.mark.parametrize("has_read", [False, True])
 def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, has_read):
     waits = LoopMeter()
     for _ in range(5000):
         clock[0] += 100
         if waits.count(1):
-            waits.sample(0)
+            waits.look()
     waits.pause(None)
     clock[0] += 10**9
     waits.resume(has_read)
@@ -158,19 +144,9 @@ def test_after_a_long_wait_or_read_the_next_batch_is_looked_at(clock, has_read):
     assert waits.taken == 5001
 
 
-@pytest.mark.parametrize(("nanoseconds", "is_quick"), [(20_000, True), (100_000, False)])
-def test_a_loop_that_takes_an_item_each_50_us_is_quick(clock, nanoseconds, is_quick):
-    waits = LoopMeter()
-    for _ in range(1000):
-        clock[0] += nanoseconds
-        if waits.count(1):
-            waits.sample(0)
-    assert waits.is_quick is is_quick
-
-
 def test_the_epochs_of_a_long_run_keep_no_memory(clock):
     waits = LoopMeter()
-    waits.sample(0)
+    waits.look()
     began = []
     for _ in range(2000):
         clock[0] += 9 * 10**9
