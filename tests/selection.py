@@ -8,11 +8,14 @@ promises, and what is marked `thorough`.
 `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out, but not what repeats itself by spawn,
 where workers start slowly.
+
+`ENQUEUER_PART=2/3` runs the second third of that, chosen by the names of the tests.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 
 import pytest
 
@@ -22,6 +25,10 @@ _CHOICE = os.environ.get(
 )
 if _CHOICE not in ("quick", "rest", "all"):
     raise pytest.UsageError(f"ENQUEUER_TESTS must be 'quick', 'rest' or 'all', got {_CHOICE!r}")
+# Which part, from 1, of how many.
+_PART, _PARTS = map(int, os.environ.get("ENQUEUER_PART", "1/1").split("/"))
+if not 1 <= _PART <= _PARTS:
+    raise pytest.UsageError(f"ENQUEUER_PART must be '1/3', say, got {_PART}/{_PARTS}")
 _IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
 _IS_LONG_RUN = bool({"ENQUEUER_ROUNDS", "ENQUEUER_KILLS"} & set(os.environ))
 
@@ -74,10 +81,9 @@ def chosen(items: list[pytest.Item]) -> list[pytest.Item]:
     if _CHOICE != "all":
         left_out = _further_parameters(items)
         items = [item for item in items if item not in left_out]
-    if _CHOICE == "all":
-        return items
-    quick = set(_quick(items))
-    return [item for item in items if (item in quick) == (_CHOICE == "quick")]
+        quick = set(_quick(items))
+        items = [item for item in items if (item in quick) == (_CHOICE == "quick")]
+    return [item for item in items if zlib.crc32(item.nodeid.encode()) % _PARTS == _PART - 1]
 
 
 def _is_never_run(item: pytest.Item) -> bool:

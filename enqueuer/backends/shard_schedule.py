@@ -243,7 +243,7 @@ class ShardSchedule(Generic[W]):
     Args:
         workers: The workers, by their indices; the engine replaces those that died.
         owners: Index of the worker that runs each shard.
-        bunch: Most items to take at once.
+        most: Most items to take at once.
 
     Example:
         >>> from enqueuer.workers.messages import Item, Start
@@ -262,10 +262,10 @@ class ShardSchedule(Generic[W]):
         True
     """
 
-    def __init__(self, workers: list[W], owners: Mapping[int, int], bunch: int) -> None:
+    def __init__(self, workers: list[W], owners: Mapping[int, int], most: int) -> None:
         self._workers = workers
         self._owners = owners
-        self._bunch = bunch
+        self._most = most
         # What the workers were told to run: the epoch that the loop reads, and perhaps the next.
         self._epochs: list[Epoch] = []
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
@@ -368,17 +368,17 @@ class ShardSchedule(Generic[W]):
     def take(self, order: ShardOrder) -> list[ItemTuple]:
         """Take what is next and is there, at least one item after the engine has waited."""
         self._is_acknowledged = False
-        workers, bunch = self._workers, self._bunch
+        workers, most = self._workers, self._most
         # stop() was called in the meantime.
         if not workers:
             return []
         in_turn = len(workers) > 1 and order.turn() is not ANY
         items: list[ItemTuple] = []
         while True:
-            more = workers[self._served].inbox.take(1 if in_turn else bunch)
+            more = workers[self._served].inbox.take(1 if in_turn else most)
             order.add(more)
             items += more
-            if not in_turn or len(items) >= bunch or self._head(order) is not True:
+            if not in_turn or len(items) >= most or self._head(order) is not True:
                 return items
 
     def pass_over(self, failure: Failure) -> None:

@@ -290,7 +290,7 @@ class TaskSchedule(Generic[W]):
     Args:
         workers: The workers; the engine adds and removes some.
         dispatch: How tickets reach the workers.
-        bunch: Most results to take at once.
+        most: Most results to take at once.
         measure: Whether to measure the results.
         in_turn: Number of workers to which the elements are assigned in turn; 0: a free worker
             takes the next one.
@@ -321,7 +321,7 @@ class TaskSchedule(Generic[W]):
         ...         return own + self.unsent
         ...     def forget(self, worker): del self.tasks[worker]
         >>> workers = [Worker(), Worker()]
-        >>> schedule = TaskSchedule(workers, dispatch := OneEach(), bunch=1, measure=False)
+        >>> schedule = TaskSchedule(workers, dispatch := OneEach(), most=1, measure=False)
         >>> order = TaskOrder(0, Start(), (), ordered=True)
         >>> for number in range(4):
         ...     schedule.submit([Ticket(number, 0, (number,))])
@@ -336,11 +336,11 @@ class TaskSchedule(Generic[W]):
     """
 
     def __init__(
-        self, workers: list[W], dispatch: Dispatch[W], bunch: int, measure: bool, in_turn: int = 0
+        self, workers: list[W], dispatch: Dispatch[W], most: int, measure: bool, in_turn: int = 0
     ) -> None:
         self._workers = workers
         self.dispatch = dispatch
-        self._bunch = bunch
+        self._most = most
         self.results = ReorderBuffer(measure)
         self._in_turn = in_turn
         # Numbers of tasks, and their packed tickets, that wait for the worker whose turn they are.
@@ -496,7 +496,7 @@ class TaskSchedule(Generic[W]):
 
     def take(self, order: TaskOrder) -> list[ItemTuple]:
         """Take the results that are next and are there."""
-        return self.results.take(order, self._bunch)
+        return self.results.take(order, self._most)
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a failure that `next_step` has returned, if it is skipped."""
