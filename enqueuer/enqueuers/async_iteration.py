@@ -42,7 +42,7 @@ class Notifier:
                 ended: Future[None] = _running()
                 watch = _started(watcher)
                 watch.add_done_callback(functools.partial(_end, ended))
-                # Last, as an exception of a signal handler may strike before: nothing would end it.
+                # Last, as an exception of a handler may strike before: nothing would end it.
                 self._ended = ended
         await asyncio.wrap_future(watch)
 

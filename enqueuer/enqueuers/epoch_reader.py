@@ -97,8 +97,7 @@ class EpochReader:
         self.next_work: EpochWork | None = None
         self.number = number
         self.ready: deque[ItemTuple] = deque()
-        # Held for the moment in which an item is taken, by any thread. It is reentrant, as a signal
-        # handler may strike there and take one, too.
+        # Held by a thread that takes an item; reentrant, as a signal handler may take one, too.
         self._ready_lock = threading.RLock()
         # Where the run was ended; None before that.
         self._end: Epoch | None = None
@@ -114,8 +113,7 @@ class EpochReader:
         self._is_whole = before is not None or epoch.starts is None
         self._taken_before = run.meter.taken
         self._order = work.order
-        # Whether the thread that holds the lock waits or takes items. The lock is reentrant, and a
-        # signal handler of that thread may ask for the next item, too.
+        # Whether the thread that holds the lock of the run waits or takes items.
         self._is_entered = False
         run.failures.begin_epoch()
         if run.timeline is not None:

@@ -16,7 +16,7 @@ from conftest import without
 from helpers import LIMIT, Gated, backend_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
-from enqueuer.backends.process.pool import ProcessPool
+from enqueuer.common import interrupts
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -219,7 +219,7 @@ def six_hundred_and_gap():
 @pytest.mark.local
 def test_nobody_polls_while_a_worker_reads_nothing(process, monkeypatch):
     """With a bound on bytes each item that is taken is a packet, and fewer fit into the socket."""
-    polls, poll = [], ProcessPool._poll
+    polls, wait = [], interrupts.interruptible
     options = dict(max_queue_size=1000, max_queue_bytes=10**6, **process)
     with GeneratorEnqueuer(six_hundred_and_gap, **options) as enqueuer:
         (worker,) = core_of(enqueuer).run.backend.pool.workers
@@ -232,7 +232,9 @@ def test_nobody_polls_while_a_worker_reads_nothing(process, monkeypatch):
         batches = iter(enqueuer)
         assert [next(batches) for _ in range(600)] == list(range(600))
         assert worker.inbox.is_owing
-        monkeypatch.setattr(ProcessPool, "_poll", lambda *args: (polls.append(args), poll(*args)))
+        monkeypatch.setattr(
+            interrupts, "interruptible", lambda *args: (polls.append(args), wait(*args))[1]
+        )
         assert list(batches) == [600]
     # That it goes on, the item, and the end.
     assert len(polls) < 10

@@ -7,6 +7,7 @@ import resource
 import threading
 import weakref
 from collections import deque
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -104,14 +105,14 @@ def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
 
 def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiting(monkeypatch):
     """Closing it right there would wake no thread, and the worker would wait forever."""
-    armed, struck, lock = threading.Event(), threading.Event(), threading.Lock
+    armed, struck = threading.Event(), threading.Event()
 
     def collecting():
         if armed.is_set() and isinstance(threading.current_thread(), WorkerThread):
             armed.clear()
             gc.collect()
             struck.set()
-        return lock()
+        return SimpleQueue()
 
     gc.disable()
     try:
@@ -122,7 +123,7 @@ def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiti
         (worker,) = core_of(enqueuer).run.backend.pool.workers
         inbox, thread = worker.inbox, worker.thread
         wait_until(lambda: waits_for_room(worker))
-        monkeypatch.setattr(threading, "Lock", collecting)
+        monkeypatch.setattr("enqueuer.backends.thread.inbox.SimpleQueue", collecting)
         del enqueuer, batches
         armed.set()
         # This makes room for one, so the worker sees that there is none for the next one.

@@ -13,6 +13,7 @@ import pytest
 from helpers import LIMIT, counting, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StopWarning
+from enqueuer.enqueuers import run
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import Locks, OwnedBackends
 
@@ -222,18 +223,25 @@ def test_a_thread_makes_only_the_stop_that_was_asked_for_in_it():
     assert stopped == [threading.get_ident()]
 
 
-def test_a_backend_is_seen_while_another_thread_removes_the_one_before():
+def test_a_backend_is_seen_while_another_thread_removes_the_one_before(monkeypatch):
     """`reconfigure()` has ended the old workers, and the new ones are to be stopped."""
 
     class Removed:
+        """The finalizer of the old ones; another thread removes them while it is asked."""
+
+        detach = staticmethod(lambda: None)
+
         @property
         def alive(self):
-            del owned._backends[0]
+            owned.stop(0, but=(new,))
             return False
 
+    finalizers = iter([Removed(), SimpleNamespace(alive=True)])
+    monkeypatch.setattr(run, "Finalizer", lambda *args: next(finalizers))
     owner = Locks()
-    owned = OwnedBackends(owner)
-    owned._backends = [(None, Removed()), (None, SimpleNamespace(alive=True))]
+    owned, new = OwnedBackends(owner), SimpleNamespace()
+    owned.add(SimpleNamespace(stop=lambda timeout: None))
+    owned.add(new)
     assert owned.are_running
 
 

@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 20961
-MOST_TOKENS = 179409
+MOST_CODE_LINES = 21021
+MOST_TOKENS = 180000
 MOST_FILES = 133
 MOST_FORWARDING_METHODS = 20
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.

@@ -126,7 +126,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
 
     def _is_full(self, worker: ProcessWorker) -> bool:
         """Return whether something waits for room in the channel of a worker."""
-        return worker.inbox.settle() or self.dispatch.owes(worker)
+        return worker.inbox.settle() or (self._does_tasks and self.dispatch.owes(worker))
 
     def _poll_for_room(
         self, full: Sequence[ProcessWorker], queue: int | None, deadline: float | None

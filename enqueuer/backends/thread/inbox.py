@@ -155,7 +155,7 @@ class ThreadInbox:
     # --- the worker ---
 
     def begin_epoch(self, epoch: int) -> None:
-        """Note that what is sent from now on is of an epoch; again, and by others, is harmless."""
+        """Note that what is sent from now on is of an epoch. Idempotent."""
         with self._lock:
             if epoch > self._epoch[0]:
                 self._epoch = epoch, self._items_sent
@@ -239,7 +239,6 @@ class ThreadInbox:
         sleeper = self._sleeper
         if sleeper is not None:
             sleeper.put(True)
-        # Last, so that another call wakes the loop if an exception ended this one.
         self._sleeper = None
 
     # --- the loop ---
@@ -295,13 +294,11 @@ class ThreadInbox:
             if self._messages and self._messages[0] is message:
                 self._removed += 1
                 del self._messages[0]
-            # Again, too: the first call may not have come to this.
             self._wake_putters_locked()
 
     def acknowledge(self) -> None:
         with self._lock:
             self.acknowledged, self.bytes_acknowledged = self._taken, self._bytes_taken
-            # Again, too: the first call may not have come to this.
             self._wake_putters_locked()
 
     def _wake_putters_locked(self) -> None:
