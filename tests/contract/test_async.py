@@ -400,6 +400,7 @@ def test_the_next_event_loop_goes_on(backend):
         assert [*got, *asyncio.run(take(enqueuer, 99))] == list(range(20))
 
 
+@pytest.mark.thorough
 def test_the_end_of_the_event_loop_does_not_wait_for_a_batch(process):
     enqueuer = GeneratorEnqueuer(three_and_hang, **process)
     got = []
@@ -421,6 +422,7 @@ def test_the_end_of_the_event_loop_does_not_wait_for_a_batch(process):
         wait_until(lambda: len(waiting_threads()) == 1)  # one before it may still be ending
 
 
+@pytest.mark.thorough
 def test_one_that_is_forgotten_while_it_is_waited_for_ends(process):
     async def main():
         enqueuer = GeneratorEnqueuer(three_and_hang, **process)

@@ -238,6 +238,7 @@ def test_reports_are_counted_before_the_item_that_follows_them(backend):
     assert counts == list(range(1, 13))
 
 
+@pytest.mark.thorough
 def test_a_position_is_resumed_after_any_item(backend):
     given = dict(random_seed=7, shards=3, **backend)
     whole = list(GeneratorEnqueuer(plain, random_seed=7, shards=3))
@@ -371,6 +372,7 @@ async def holds_it_for(element):
     return element
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("of", ["a generator", "map"])
 def test_a_coroutine_that_holds_the_loop_is_named_once(options, caplog, of):
     if of == "map":
@@ -512,6 +514,7 @@ def test_another_enqueuer_in_the_thread_of_the_worker_has_nothing_to_do_with_its
     assert seen == [(0, 0), (1, 0), [0, 1, 2], *((1, number) for number in range(1, 4))]
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")

@@ -104,6 +104,7 @@ class Loop:
 # --- the right number ---
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options):
     """And the batches come in order. Ranges are wide, as other programs may run beside."""
@@ -116,6 +117,7 @@ def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options):
         assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_tasks_that_take_four_times_as_long_get_about_four(options):
     enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=8), **options)
@@ -148,6 +150,7 @@ def test_latency_gets_as_many_threads_as_may_be(tasks):
         loop.run_until(lambda: core_of(enqueuer).run.workers == 16, SOON_S)
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_a_loop_that_does_not_wait_stays_at_one(options):
     with GeneratorEnqueuer(quick, workers=Auto(most=8), **options) as enqueuer:
@@ -277,6 +280,7 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
         assert given == [most]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tasks", "shards"])
 def test_memory_is_a_limit(monkeypatch, caplog, kind):
     """A worker takes 1 kB, with its items a little more, and there is room for 2.
@@ -322,6 +326,7 @@ def test_the_memory_of_items_is_a_limit_for_threads(monkeypatch, caplog):
 
 
 # A start of Ray would use CPU time while the loop is measured.
+@pytest.mark.thorough
 @pytest.mark.local
 @retry_if_disturbed
 def test_it_comes_to_rest(options):
@@ -370,6 +375,7 @@ def numbered(count, shard):
         yield np.full((4, 8), 1000 * shard.index + number)
 
 
+@pytest.mark.thorough
 def test_those_who_are_retired_go_home(options, monkeypatch):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
@@ -469,6 +475,7 @@ def erratic(monkeypatch):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Erratic)
 
 
+@pytest.mark.thorough
 def test_the_batches_are_those_of_any_number_of_workers(backend, erratic):
     with GeneratorEnqueuer(random_batches, shards=5, random_seed=7) as enqueuer:
         whole = [[bytes_of(batch) for batch in enqueuer] for _ in range(3)]
@@ -483,6 +490,7 @@ def drawn(element, task):
     return element, task.epoch, task.rng.integers(1000)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("concurrency", [1, "auto"])
 @pytest.mark.parametrize("kind", [range, iter])
 def test_each_task_is_done_once_and_in_order(backend, erratic, kind, concurrency):
@@ -628,6 +636,7 @@ def forever():
         yield 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("source", "cure"),
     [(forever, "forever is one shard"), (iter(forever()), "the generator function itself")],
@@ -697,6 +706,7 @@ def test_each_change_is_logged_with_its_numbers(caplog):
     assert record.message.endswith("% of its time")
 
 
+@pytest.mark.thorough
 def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, options):
     """The loop goes on with those that there are."""
     with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options) as enqueuer:

@@ -169,6 +169,7 @@ def test_bad_numbers_are_refused_by_start():
         enqueuer.start(max_queue_size=-1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 def test_nobody_polls_while_nothing_happens(backend, ordered, tmp_path):
     """An enqueuer whose queue is full, and a consumer that waits for it, cost no CPU time."""

@@ -280,6 +280,7 @@ def test_files_of_rows_are_known_by_their_name_and_their_rows(tmp_path):
         make("copy/a.h5", rows=slice(1, None)).load_state_dict(state)
 
 
+@pytest.mark.thorough
 def test_a_state_of_64_shards_is_small():
     source = ArraySource({f"column {at}": np.zeros((64 * 20, at)) for at in range(99)}, 1)
     state = saved(GeneratorEnqueuer(source, random_seed=2**31 - 1, shards=64), 64 * 15)

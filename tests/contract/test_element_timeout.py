@@ -91,6 +91,7 @@ def test_a_function_replaces_the_element(started):
         assert list(enqueuer) == [0, 1, 2, "instead: ElementTimeout", 4, 5, 6, 7]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_batch_is_smaller_by_the_element(limited, concurrency):
     options = {"batch_size": 4, "collate": list, "concurrency": concurrency, **limited}
@@ -103,6 +104,7 @@ def test_a_batch_is_smaller_by_the_element(limited, concurrency):
     assert "task 0, element 3" in error.__notes__[0]
 
 
+@pytest.mark.thorough
 def test_a_batch_of_which_all_hang_does_not_come(limited):
     options = {"batch_size": 2, "collate": list, "on_error": "skip", **limited}
     with OrderedEnqueuer(range(4), Hanging(2, 3), **options) as enqueuer:
@@ -124,6 +126,7 @@ def test_a_coroutine_that_hangs_is_left_out(limited):
         assert list(enqueuer) == OTHERS
 
 
+@pytest.mark.thorough
 def test_an_iterable_has_the_limit_too(limited):
     options = {"workers": 2, "on_error": "skip", **limited}
     with OrderedEnqueuer(iter(range(8)), Hanging(3), **options) as enqueuer:
@@ -131,6 +134,7 @@ def test_an_iterable_has_the_limit_too(limited):
     assert list(imap(Hanging(3), range(8), workers=2, on_error="skip", **limited)) == OTHERS
 
 
+@pytest.mark.thorough
 def test_elements_are_fetched_alone_if_all_at_once_take_too_long(limited):
     options = {"batch_size": 4, "collate": list, "on_error": "skip", **limited}
     with OrderedEnqueuer(HangingSequence(6), **options) as enqueuer:
@@ -239,6 +243,7 @@ def test_a_function_with_first_item_goes_on_behind_the_item(started):
         assert sorted(item for item in enqueuer if type(item) is tuple) == wanted
 
 
+@pytest.mark.thorough
 def test_an_item_behind_some_that_are_none_is_the_one_that_is_named(limited):
     error = raised_by(GeneratorEnqueuer(Hanging((0, 2)).some_items, **limited))
     assert "item 2 of shard 0" in str(error)
@@ -252,6 +257,7 @@ def test_an_async_generator_that_hangs_ends_its_shard(limited):
         assert sorted(enqueuer) == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 
+@pytest.mark.thorough
 def test_the_state_of_a_shard_goes_on_behind_its_replacement(limited):
     def enqueuer():
         options = {"workers": 2, "shards": 2, "on_error": stand_in, "random_seed": 7, **limited}
@@ -276,6 +282,7 @@ def test_prefetch_has_the_limit_too(limited):
 # --- what does not count --------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_wait_for_room_and_the_start_do_not_count(started):
     options = {**started, "element_timeout": 0.5, "max_queue_size": 1, "workers": 1}
     for enqueuer in (

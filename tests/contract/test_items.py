@@ -197,6 +197,7 @@ def dies(shard):
     os._exit(1)
 
 
+@pytest.mark.thorough
 def test_what_is_kept_stays_as_it_was_after_a_death(process):
     with GeneratorEnqueuer(dies, max_queue_size=3, **process) as enqueuer:
         kept = []
@@ -209,6 +210,7 @@ def test_what_is_kept_stays_as_it_was_after_a_death(process):
     assert 100 - lost <= len(kept) <= 100
 
 
+@pytest.mark.thorough
 def test_batches_may_be_dropped_in_any_thread(process):
     """A lease ends where the last reference goes; that takes no lock, so it cannot hang."""
     with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:
@@ -357,6 +359,7 @@ def numbers():
             yield from [kind] * (count % 23)
 
 
+@pytest.mark.thorough
 def test_numbers_arrive_as_they_are_among_other_values(backend):
     with GeneratorEnqueuer(numbers, max_queue_size=50, **backend) as enqueuer:
         arrived = [(type(value), value) for value in enqueuer]

@@ -47,6 +47,7 @@ def test_start_next_get_stop(use_multiprocessing):
     assert enqueuer.random_seed == 7
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("max_queue_size", [1, 10])
 @pytest.mark.parametrize("use_multiprocessing", [False, True])

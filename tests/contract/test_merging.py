@@ -141,6 +141,7 @@ def elements(batches):
     return sorted(flat)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOURCES)
 def test_any_number_of_ranks_goes_on_where_another_one_was(name):
     make = SOURCES[name]
@@ -163,6 +164,7 @@ def test_any_number_of_ranks_goes_on_where_another_one_was(name):
         assert elements(turns(again)) == elements(second)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in SOURCES if "iterable" not in name])
 def test_ranks_may_have_been_at_different_steps(name):
     make = SOURCES[name]
@@ -262,6 +264,7 @@ def test_as_many_ranks_that_went_on_from_one_state_are_merged_again():
     assert elements([*turns(batches for batches, _ in had), *rest]) == elements(make(0, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SOURCES)
 def test_between_epochs_any_state_is_enough(name):
     make = SOURCES[name]
@@ -276,6 +279,7 @@ def long(shard):
     yield from range(199)
 
 
+@pytest.mark.thorough
 def test_states_of_64_shards_are_plain_versioned_and_small():
     def make(rank, world_size):
         own = dict(random_seed=2**31 - 1, shards=64, rank=rank, world_size=world_size)

@@ -80,6 +80,7 @@ def worst(items, weights):
     return (most / np.sqrt(n)).max(), most.max()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 16])
 def test_the_proportions_hold_at_every_prefix(weights, shards):
@@ -149,6 +150,7 @@ def test_the_rest_is_what_it_would_have_been(backend, count):
         assert list(later) == rest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_sources_with_a_state_are_resumed_by_it(backend, at_end, batch_size):
@@ -181,6 +183,7 @@ def cut(weights, order, scale):
     return mix({name: parts[name] for name in order}, given, at_end="continue")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("weights", SHAPES, ids=str)
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
 @pytest.mark.parametrize("scale", [1, 1 / 3, 0.1])
@@ -190,6 +193,7 @@ def test_the_order_of_the_dict_and_the_scale_of_the_weights_change_nothing(weigh
     assert list(prefetch(source, random_seed=7, shards=2)) == whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parts", [{"a": rows_a, "b": rows_b}, {"a": first, "b": second}])
 @pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
 def test_a_state_fits_the_same_mixture_in_another_order(parts, at_end):

@@ -202,6 +202,7 @@ def read(enqueuer, epochs):
     return found, states
 
 
+@pytest.mark.thorough
 @DRAWN
 @pytest.mark.parametrize("max_queue_size", [1, 4, 30])
 @pytest.mark.parametrize("epochs", [4, math.inf])
@@ -304,6 +305,7 @@ def test_the_queue_gives_each_epoch(make, backend):
                 enqueuer.queue.get()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("taken", [(3, 2), (4, 5), (0, 4)])
 def test_ranks_that_go_on_from_merged_states_begin_their_usual_shards(taken, backend):
     def of_rank(rank, count):

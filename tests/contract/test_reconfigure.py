@@ -80,6 +80,7 @@ def test_a_live_iterator_stays_where_it_is():
         assert [first, *enqueuer] == list(range(9))
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("is_async", [False, True], ids=["for", "async-for"])
 @pytest.mark.parametrize("change", ["reconfigure", "stop"])

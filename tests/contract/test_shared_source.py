@@ -65,6 +65,7 @@ def test_a_read_only_array_stays_read_only(process):
         assert list(enqueuer) == [False]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", *METHODS])
 def test_a_long_list_is_shared(method):
     """A forked worker copies a page of the list as soon as it counts a reference there."""

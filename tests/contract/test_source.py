@@ -45,6 +45,7 @@ def test_a_function_may_take_nothing(backend):
         assert list(enqueuer) == ["a", "b", "c"]
 
 
+@pytest.mark.thorough
 def test_a_function_may_be_a_lambda_a_partial_or_an_object(backend):
     def pairs(word, shard):
         yield word, shard.index
@@ -276,6 +277,7 @@ def attribute_of_a_bound_object(lock):
     return Source().batches
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -380,6 +382,7 @@ class Together:
         self.sender.close()
 
 
+@pytest.mark.thorough
 def test_objects_of_multiprocessing_are_shared(method, shared_memory):
     source = Together()
     enqueuer = GeneratorEnqueuer(source, backend=Processes(start_method=method))
@@ -414,6 +417,7 @@ def test_a_queue_of_multiprocessing_brings_what_workers_put(method, shared_memor
     queue.join_thread()
 
 
+@pytest.mark.thorough
 def test_a_worker_that_replaces_a_dead_one_shares_the_same_objects(method, shared_memory):
     deaths = multiprocessing.get_context("spawn").Value("i", 0)
 
@@ -534,6 +538,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("make", [OrderedEnqueuer, GeneratorEnqueuer])
 def test_a_change_that_processes_do_not_see_is_told_of_once(process, make, name):
@@ -549,6 +554,7 @@ def test_a_change_that_processes_do_not_see_is_told_of_once(process, make, name)
             assert list(enqueuer) == first
 
 
+@pytest.mark.thorough
 def test_another_length_is_told_of_before_an_index_is_out_of_range(process):
     rows = Leveled()
     with OrderedEnqueuer(rows, workers=2, **process) as enqueuer:
@@ -563,6 +569,7 @@ def test_another_length_is_told_of_before_an_index_is_out_of_range(process):
         assert list(enqueuer) == [10, 20, 30, 40]
 
 
+@pytest.mark.thorough
 def test_what_may_be_a_cache_is_no_change(process, no_warnings):
     rows = Leveled()
     with OrderedEnqueuer(rows, workers=2, **process) as enqueuer:

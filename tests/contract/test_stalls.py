@@ -79,6 +79,7 @@ class Heard:
             self.act()
 
 
+@pytest.mark.thorough
 def test_each_stall_is_told_once_with_the_stack_of_the_worker(backend, tmp_path, monkeypatch):
     source = Gated(tmp_path, stops=[(1, 1), (1, 2)])
     heard = Heard(monkeypatch)
@@ -177,6 +178,7 @@ def test_a_process_tells_its_stack_whatever_it_does(process, tmp_path, act, wher
         enqueuer.stop(0.5)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_a_stopped_process_is_waited_for_only_so_long(process):
     with GeneratorEnqueuer(stopping, workers=2, timeout=SHORT_S, **process) as enqueuer:
@@ -218,6 +220,7 @@ def test_a_worker_that_has_reset_the_signal_outlives_the_question(process):
         assert helpers.alive(pid)
 
 
+@pytest.mark.thorough
 def test_a_worker_that_logs_all_the_time_does_not_put_off_the_timeout(backend):
     with GeneratorEnqueuer(logging_for_long, timeout=3 * SHORT_S, **backend) as enqueuer:
         assert take(enqueuer, 1) == [0]
@@ -344,6 +347,7 @@ def test_a_copy_has_the_same_limits(tmp_path):
         assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
 
 
+@pytest.mark.thorough
 def test_prefetch_and_imap_take_the_limits(tmp_path):
     source = Gated(tmp_path, stops=[(0, 0)])
     options = {"timeout": SHORT_S, "stall_timeout": None, "backend": "process"}

@@ -172,6 +172,7 @@ def test_waits_are_sorted_by_their_length(options):
     assert stats.wait_p50_s <= stats.wait_p90_s <= stats.wait_p99_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
     def source():
@@ -406,6 +407,7 @@ def test_a_slow_loop_is_reported(options):
 
 
 # Ray takes longer to start than all the rest takes.
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("options", BACKENDS)
 def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
@@ -423,6 +425,7 @@ def test_what_is_done_between_epochs_is_no_step_of_the_loop(options):
     assert stats.working_s < 1.0
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("options", BACKENDS)
 def test_between_epochs_a_worker_waits_for_no_task(options):
@@ -461,6 +464,7 @@ def test_one_slow_shard_is_reported(options):
     assert max(stats.waited_for, key=stats.waited_for.get) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_short_queue_before_an_uneven_source_is_reported(options):
     def source():
@@ -481,6 +485,7 @@ def test_a_long_start_is_reported(options):
     check("start-up", lambda: stats_of(source, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="of Linux")
 def test_too_few_cpus_are_reported():
     def source(shard):

@@ -28,6 +28,7 @@ from enqueuer import (
 from enqueuer.enqueuers.enqueuer import core_of
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_stop_is_prompt_when_workers_are_cooperative(backend):
     with GeneratorEnqueuer(counting, workers=4, **backend) as enqueuer:
@@ -37,6 +38,7 @@ def test_stop_is_prompt_when_workers_are_cooperative(backend):
         check_prompt(time.monotonic() - before, 1)  # 0.2 s, on a machine with nothing else to do
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_stop_is_bounded_when_a_process_hangs(process):
     def source():
@@ -67,6 +69,7 @@ def test_stop_is_bounded_when_a_thread_hangs():
     gate.set()
 
 
+@pytest.mark.thorough
 def test_stop_is_idempotent_and_harmless_before_start(backend):
     enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
     enqueuer.stop()
@@ -104,6 +107,7 @@ def _stop_quietly(enqueuer):
         enqueuer.stop(timeout=0.1)
 
 
+@pytest.mark.thorough
 def test_stop_may_be_called_inside_the_loop(backend):
     enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
     seen = []
@@ -146,6 +150,7 @@ def test_finally_runs_in_the_worker(backend, how, tmp_path):
     collect_until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"])
 
 
+@pytest.mark.thorough
 def test_with_stops_and_lets_the_loops_own_error_through(backend):
     with pytest.raises(ZeroDivisionError):
         with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
@@ -161,6 +166,7 @@ def test_many_starts_and_early_breaks_leave_nothing(backend):
             break
 
 
+@pytest.mark.thorough
 def test_a_stopped_enqueuer_can_be_started_again(backend):
     enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
     for _ in range(3):
@@ -229,6 +235,7 @@ def test_an_enqueuer_that_starts_anew_is_no_new_one():
     assert len(seen) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.ahead
 def test_a_start_that_fails_changes_nothing(monkeypatch, backend):

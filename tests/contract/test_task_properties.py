@@ -79,6 +79,7 @@ class Elements:
         return iter(range(self.length))
 
 
+@pytest.mark.thorough
 @settings(KWARGS, max_examples=15)
 @given(shape=shapes(), data=st.data())
 def test_saved_anywhere_and_loaded_elsewhere_it_is_the_serial_loop(backend, shape, data):

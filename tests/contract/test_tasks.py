@@ -183,6 +183,7 @@ def test_results_are_made_from_the_start_on(backend):
         assert enqueuer.queue.qsize() == 4
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_elements_of_a_class_of_main(process):
     done = subprocess.run(
@@ -774,6 +775,7 @@ def test_an_iterable_is_resumed_by_reading_it_again(backend):
     assert [x for batch in first + rest for x in batch] == [2 * x for x in range(40)]
 
 
+@pytest.mark.thorough
 def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
     with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
         wanted = list(enqueuer)

@@ -500,6 +500,7 @@ def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.thorough
 def test_what_a_killed_program_leaves_is_whole_lines(tmp_path):
     path = tmp_path / "run.json"
     code, _, err = run_program(

@@ -259,6 +259,7 @@ def test_a_missing_package_is_no_fault_of_a_file(backend):
             list(enqueuer)
 
 
+@pytest.mark.thorough
 def test_what_the_page_begins_with_runs(tmp_path, monkeypatch, capsys):
     page = Path(__file__).parents[2] / "docs" / "howto" / "read_files.rst"
     block = page.read_text().split(".. code-block:: python\n\n", 1)[1]

@@ -133,6 +133,7 @@ STOPPED = """
 """
 
 
+@pytest.mark.thorough
 def test_a_server_that_reads_no_requests_is_killed(tmp_path):
     """A socket that is full of requests would let the next start wait for ever."""
     code, told, errors = run_program(tmp_path, STOPPED)
@@ -196,6 +197,7 @@ def start_with_preloaded(path, code, then=""):
     return run_program(path, text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "code",
     [
@@ -262,6 +264,7 @@ def test_a_fork_that_fails_is_a_start_error_and_not_the_servers_end(tmp_path, mo
     assert run_program(tmp_path, FULL) == (0, "", "")
 
 
+@pytest.mark.thorough
 def test_a_limit_that_was_raised_since_holds_for_the_server_as_well(tmp_path):
     text = """
         import resource

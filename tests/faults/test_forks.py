@@ -129,6 +129,7 @@ def test_threads_of_a_forked_child_have_nothing_to_do_with_its_parents_event_loo
         assert in_a_child(own) == "[12, 12]"
 
 
+@pytest.mark.thorough
 def test_a_forked_child_may_have_its_own(backend):
     def own():
         with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
@@ -142,6 +143,7 @@ def test_a_forked_child_may_have_its_own(backend):
         assert next(batches) == (1, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "end",
@@ -173,6 +175,7 @@ def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
     assert (code, out, err) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tmp_path):
     text = f"""
@@ -361,6 +364,7 @@ DAEMONIC = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [None, *METHODS])
 def test_a_daemonic_host(method, tmp_path):
     """All but fork work there, and fork says what to do instead."""

@@ -196,6 +196,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.timeout(0 if EVERY else 120)
 @pytest.mark.parametrize(("action", "source", "backend", "dies"), CASES)
@@ -223,6 +224,7 @@ class Entry(Strike):
             super().place(frame, what)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_batch_that_a_handler_takes_ends_no_epoch(ordered):
@@ -274,6 +276,7 @@ def start_and_act(action, backend, strike):
         enqueuer.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("backend", [name for name, count in SAMPLE.items() if EVERY or count])
 @pytest.mark.parametrize("action", [fewer, stop, change_and_stop, ask])
@@ -290,6 +293,7 @@ def test_a_handler_may_call_an_enqueuer_that_starts(action, backend):
     wait_until_gone(before)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_handler_cannot_start_what_starts(method):
@@ -316,6 +320,7 @@ def test_a_handler_cannot_start_what_starts(method):
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.thorough
 def test_an_exception_of_a_handler_while_elements_are_read_is_no_error_of_theirs(monkeypatch):
     order_of, calls = tasks.order_of, itertools.count()
 
@@ -339,6 +344,7 @@ def test_an_exception_of_a_handler_while_elements_are_read_is_no_error_of_theirs
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("name", ["reconfigure", "stop", "start", "load_state_dict", "iter"])
 @pytest.mark.parametrize("backend", [BACKENDS["thread"], BACKENDS["fork"]], ids=["thread", "fork"])
@@ -401,6 +407,7 @@ def with_gaps(shard):
         yield None if (number + shard.index) % 3 == 0 else number
 
 
+@pytest.mark.thorough
 def test_what_shards_left_out_is_known_after_an_exception_at_any_place():
     places = itertools.count()
     strike = Strike(None)
@@ -437,6 +444,7 @@ class Alarmed:
         return index
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "spawn"])
 def test_the_error_of_a_handler_comes_out_of_a_length_that_the_loop_asks_for(backend):

@@ -135,6 +135,7 @@ def interrupting(function):
     return interrupts
 
 
+@pytest.mark.thorough
 def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
     enqueuer, let_go = consumed_elsewhere
     enqueuer.stop(timeout=1)
@@ -179,6 +180,7 @@ def test_a_reconfigure_that_waits_for_an_iterable_can_be_interrupted(
     wait_until(lambda: not old.pool.workers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("then", ["stop", "reconfigure"])
 def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then):
     enqueuer, let_go = consumed_elsewhere
@@ -281,6 +283,7 @@ def test_an_error_in_what_stop_reports_does_not_keep_the_workers(backend, name, 
         assert not core_of(enqueuer).owned.are_running
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", ["", ", backend='process'", ", workers=2, backend='process'"])
 def test_an_endless_prefetch_kept_to_the_end_of_the_program_is_silent(options, tmp_path):
     """Its stop() runs when the interpreter has taken down most of itself."""

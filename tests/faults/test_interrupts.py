@@ -245,6 +245,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.timeout(0 if EVERY else 120)
 @pytest.mark.parametrize(("operation", "source", "backend"), CASES)
@@ -267,6 +268,7 @@ def test_after_an_interrupt_all_goes_on(operation, source, backend, record_prope
     assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_a_loader_stops_the_enqueuer_that_it_was_starting_at_an_interrupt():
     def start(strike):

@@ -78,6 +78,7 @@ def test_no_worker_outlives_a_parent_that_is_killed_while_it_starts_them(method,
         program.check_nothing_left()  # a spawned one must have come to its first line
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_thread_that_started_workers_may_end(method, tmp_path):
     """As it may not with PR_SET_PDEATHSIG, which this package therefore does not use."""

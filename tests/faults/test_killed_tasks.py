@@ -163,6 +163,7 @@ def test_a_worker_that_dies_idle_is_told(process):
             list(enqueuer)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
 def test_kills_at_random_moments_change_nothing(process, ordered):

@@ -237,6 +237,7 @@ def closes_everything(shard):
     time.sleep(1000)
 
 
+@pytest.mark.thorough
 @helpers.retry_if_disturbed
 def test_a_worker_that_closes_all_its_descriptors_is_dead(process):
     with GeneratorEnqueuer(closes_everything, **process) as enqueuer:
@@ -254,6 +255,7 @@ def stays_behind_its_channel(shard):
         time.sleep(1000)
 
 
+@pytest.mark.thorough
 def test_stop_ends_a_worker_that_stays_behind_its_channel(process):
     """The end of the channel is not that of the process, which the fixture would find."""
     with GeneratorEnqueuer(stays_behind_its_channel, **process) as enqueuer:
@@ -327,6 +329,7 @@ with GeneratorEnqueuer(source, OPTIONS) as enqueuer:
     check_program(tmp_path, program(text, "fork"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 @helpers.retry_if_disturbed
 def test_sigchld_may_be_ignored(method, tmp_path):
@@ -347,6 +350,7 @@ with GeneratorEnqueuer(helpers.twelve, workers=2, OPTIONS) as enqueuer:
 needs_server = pytest.mark.skipif("forkserver" not in METHODS, reason="there is no fork server")
 
 
+@pytest.mark.thorough
 @needs_server
 def test_a_fork_server_that_was_killed_is_replaced(tmp_path):
     text = """
@@ -358,6 +362,7 @@ for _ in range(3):
     check_program(tmp_path, program(text, "forkserver"))
 
 
+@pytest.mark.thorough
 @needs_server
 @pytest.mark.parametrize("replaced", [False, True])
 @helpers.retry_if_disturbed
@@ -392,6 +397,7 @@ def noted(shard):
         yield shard.index, number, zlib.crc32(large), large
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.repeats
 def test_kills_at_random_moments_tear_nothing(process, seed):

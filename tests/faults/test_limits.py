@@ -288,6 +288,7 @@ with GeneratorEnqueuer(source, backend=Processes(start_method=METHOD)) as enqueu
     assert (code, out, err) == (0, "", ""), err
 
 
+@pytest.mark.thorough
 def test_sixteen_workers_send_many_small_arrays_with_few_descriptors(run):
     """A batch of them needs no descriptor of its own, also if the loop keeps all batches."""
     text = """

@@ -127,6 +127,7 @@ SIZES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
 def test_a_state_of_any_item_is_gone_on_from_anywhere(backend, ordered):
@@ -174,6 +175,7 @@ def test_a_state_amid_items_that_were_taken_at_once(process, knows):
             assert [plain(item) for item in enqueuer] == whole[count:]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stops_first", [False, True])
 @pytest.mark.repeats
 def test_a_chain_of_states_leaves_nothing_out(backend, stops_first):
@@ -420,6 +422,7 @@ def test_kills_states_and_other_numbers_of_workers_in_one_run(
 # --- errors that are skipped ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["skip", instead])
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.repeats
@@ -457,6 +460,7 @@ def test_skipped_errors_and_kills(request, process, on_error, knows, told, tmp_p
         reader.check(source, on_error=on_error)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_error", ["skip", instead])
 @pytest.mark.repeats
 def test_skipped_errors_and_states(process, on_error):

@@ -83,6 +83,7 @@ def test_a_kernel_without_pidfds_and_memfds(method, tmp_path):
     run(tmp_path, list(NUMBERS.values()), errno.ENOSYS, method)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_sandbox_that_forbids_one_of_them(name, tmp_path):
     run(tmp_path, [NUMBERS[name]], errno.EPERM, DEFAULT)

@@ -42,6 +42,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_understand(tmp_path):
         assert wheel.read(hooks[0]).decode().strip() == str(tree)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("files", "command"),
     [
@@ -97,6 +98,7 @@ def test_the_metadata_of_a_release_are_complete(tmp_path):
     assert [a or b for a, b in links if not (a or b).startswith("https://")] == []
 
 
+@pytest.mark.thorough
 def test_the_source_archive_has_every_file(tmp_path):
     needs_installed("setuptools")
     listed = subprocess.run(

@@ -40,6 +40,7 @@ def program(text, options):
     return SCRIPT + "\n".join("    " + line for line in lines).replace("OPTIONS", options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("end", "code", "says"),
     [
@@ -66,6 +67,7 @@ print(batch, flush=True)
     assert err.count("Traceback") == ("Error" in says)
 
 
+@pytest.mark.thorough
 def test_an_error_of_the_generator_is_the_only_traceback(options, tmp_path):
     text = """
 for batch in GeneratorEnqueuer(helpers.Failing(3, helpers.raise_value_error), OPTIONS):
@@ -77,6 +79,7 @@ for batch in GeneratorEnqueuer(helpers.Failing(3, helpers.raise_value_error), OP
     assert "raise_value_error" in err and "ValueError: ('bad value', 7)" in err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("source", ["hanging", "deaf"])
 @retry_if_disturbed
 def test_a_worker_that_hangs_does_not_hold_up_the_exit_for_long(options, source, tmp_path):

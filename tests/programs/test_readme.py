@@ -51,6 +51,7 @@ def test_a_block_of_the_readme_runs(block, tmp_path):
     assert out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_a_block_of_the_readme_runs_where_it_is_pasted_into_a_session(block, tmp_path):
     for framework in re.findall(r"enqueuer\.adapters\.(\w+)", block):

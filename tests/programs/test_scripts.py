@@ -55,6 +55,7 @@ UNGUARDED = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["file", "stdin", "-c"])
 def test_a_script_needs_no_guard_and_its_classes_come_back(options, how, tmp_path):
     text = UNGUARDED.replace("OPTIONS", options)
@@ -133,6 +134,7 @@ def test_the_global_start_method_is_the_users(method, choice, tmp_path):
     assert run_program(tmp_path, text) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options_of_python",
     [["-W", "error"], ["-X", "dev", "-W", "error"], ["-O"], ["-s", "-B"]],
@@ -159,6 +161,7 @@ def test_strict_interpreters_have_nothing_to_say(options, options_of_python, tmp
     assert got == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_closed_standard_streams_do_no_harm(options, closed, tmp_path):
     text = f"""
@@ -203,6 +206,7 @@ SPAWNED = """
 """
 
 
+@pytest.mark.thorough
 def test_a_function_of_the_script_is_known_to_workers_of_a_process_that_it_spawned(tmp_path):
     text = SPAWNED.replace("METHODS", repr(METHODS))
     assert run_program(tmp_path, text) == (0, "", "")

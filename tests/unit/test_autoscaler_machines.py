@@ -215,6 +215,7 @@ def test_other_programs_do_not_reduce_the_number_of_workers_that_wait():
     assert 0.8 * alone <= beside <= 1.25 * alone
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WORKS)
 def test_the_number_comes_to_rest(name):
     machine = Machine(WORKS[name])

@@ -181,6 +181,7 @@ NESTS = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @given(NESTS)
 def test_any_nest_comes_back_equal(value):
     assert there_and_back(value) == value
@@ -268,6 +269,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("error", [*plain_errors(), *OTHERS], ids=repr)
 def test_built_in_errors_arrive_as_they_were(error):
     _, copy = sent(raises(error))

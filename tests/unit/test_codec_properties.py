@@ -151,6 +151,7 @@ def same_arrays(got, sent):
 ENCODER = item_codec.Encoder()  # one for all, as a worker has it
 
 
+@pytest.mark.thorough
 @given(NESTS)
 @settings(max_examples=200)
 def test_any_nest_is_the_same_after_the_codec(value):
@@ -212,6 +213,7 @@ def test_what_is_kept_of_a_sequence_of_nests_stays_the_same():
         check()
 
 
+@pytest.mark.thorough
 def test_an_array_that_is_there_twice_arrives_as_one():
     with contextlib.closing(Channel()) as channel:
 

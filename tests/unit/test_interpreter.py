@@ -9,6 +9,7 @@ from helpers import LIMIT
 from enqueuer.backends.process.fork_server import program
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("before", ["enable", "disable"])
 def test_the_garbage_collector_is_as_before_and_leaves_what_was_imported_alone(before):
     """A site or an environment may have disabled it."""
