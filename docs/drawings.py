@@ -147,7 +147,7 @@ def path_of_a_batch() -> Drawing:
     drawing = Drawing("The path of a batch from a worker to the loop", 760, 330)
     drawing.words(10, 22, "A worker: a thread, a process or a Ray actor")
     source = drawing.box(10, 34, 170, "workers/sources", "open(shard)", fill=WORKER)
-    loop = drawing.box(260, 34, 150, "workers/loop", "run()", fill=WORKER)
+    loop = drawing.box(260, 34, 150, "workers/loop", "turns()", fill=WORKER)
     sender = drawing.box(
         490,
         34,

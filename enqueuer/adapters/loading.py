@@ -274,7 +274,7 @@ class Reader(Generic[Batch]):
         return self._claim is not None and self._claim.alive
 
     def stop(self, timeout: float | None = None) -> None:
-        """Stop the loader if this owns it, and its reading; again completes it."""
+        """Stop the loader if this owns it, and its reading. Idempotent."""
         # This wakes a thread that reads ahead.
         self._stop_owned(timeout)
         self.end_reading(timeout)

@@ -57,15 +57,12 @@ def load(
         importlib.import_module("enqueuer.backends.process.fork_server").server.begin()
     module, kind = _POOLS[name] if job.workers else _INLINE
     pool: WorkerPool[Any] = getattr(importlib.import_module(module), kind)(job)
-    # Items that are taken together keep their places until the loop has used them, so at most half
-    # of them are. With a bound in bytes there may be few places, and taking large items together
-    # gains nothing.
-    size, is_measured = job.max_queue_size, job.max_queue_bytes is not None
-    # A trace records when each item was asked for.
-    one_by_one = is_measured or job.trace is not None
-    most = 1 if one_by_one else max(1, size // 2)
+    # Items keep their places until the loop has used them, so it takes at most half of them. With a
+    # bound in bytes there may be few places, and a trace records when each item was asked for.
+    is_measured = job.max_queue_bytes is not None
+    most = 1 if is_measured or job.trace is not None else max(1, job.max_queue_size // 2)
     if isinstance(job.source, TaskSource):
-        in_turn = job.workers if job.source.is_round_robin and not pool.shares_gil else 0
+        in_turn = job.workers if job.source.is_round_robin and name != "thread" else 0
         tasks = TaskSchedule(pool.workers, pool.dispatch, most, is_measured, in_turn)
         return Engine(job, pool, tasks, restarts, loop_meter)
     owners = {shard: worker for worker, plan in enumerate(job.plans()) for shard in plan.shards}

@@ -2,7 +2,7 @@
 
     Engine --open(), start_worker(), sleep(), stop()--> WorkerPool
            --begin(), death()-------------------------> Worker
-           --head(), items(), remove()------------------> its Inbox
+           --head(), take(), remove()-----------------> its Inbox
            --offer(), assign(), safe()----------------> Dispatch, for tasks
 
 A pool decides nothing: whose item is next, what is done after a death and how often a worker is
@@ -216,13 +216,11 @@ class WorkerPool(Protocol[W]):
         dispatch: How tickets reach the workers; used for tasks only.
         are_processes: Whether the workers are processes of this machine. One that runs does not
             hold up the start of others, as a thread does by the GIL.
-        shares_gil: Whether the workers are threads that share the GIL with the loop.
     """
 
     workers: list[W]
     dispatch: Dispatch[W]
     are_processes: ClassVar[bool] = False
-    shares_gil: ClassVar[bool] = False
 
     def open(self) -> None:
         """Get what all workers need; called once, before the first worker is started.

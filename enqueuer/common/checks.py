@@ -58,6 +58,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "pin_memory": ("pin_memory=... to TorchLoader, or use CudaDataLoader",),
     "pickle_safe": ("use_multiprocessing=True",),
+    "replay_order": ("nothing: ordered=True repeats the order",),
     "wait_time": ("nothing: no thread polls",),
     "persistent_workers": ("nothing: the workers stay from start() to stop()",),
 }
@@ -85,7 +86,7 @@ def _no_option(made: Callable[..., Any], name: str) -> TypeError:
     here = [text for text in peers if text.partition("=")[0] in options]
     close = [f"{one}=..." for one in difflib.get_close_matches(name, options, 1)]
     # Another class may take what this one does not.
-    others = [text if " to " in text else f"{text}, to the enqueuer" for text in peers[-1:]]
+    others = [f"{text}, to the enqueuer" if "=" in text else text for text in peers[-1:]]
     instead = "".join(f"give {text}; " for text in [*here, *close, *others][:1])
     return TypeError(
         f"there is no option {name!r}; {instead}the options of {made.__name__} are "

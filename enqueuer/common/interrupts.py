@@ -1,6 +1,6 @@
 """Delaying signal handlers while a step must complete: the one mechanism against interrupts.
 
-Python runs signal handlers in the main thread, between two bytecodes of the running code. A
+Python runs signal handlers in the main thread, at almost any place of the running code. A
 handler that raises (Ctrl-C, an alarm, a test's time limit) can end a step anywhere: between
 starting a worker and keeping its process, for example. Blocking the signals does not help:
 another thread of the process takes them, and the handler still runs in the main thread. So

@@ -83,7 +83,7 @@ class Core:
         reader: The epoch that the loop reads, or read last; None before the first start.
         saved: Position while no run goes on.
         callbacks: Callbacks of `on_stats`.
-        locks: Locks, and calls of signal handlers that interrupt a consumer.
+        locks: Locks of the consumer and of the life cycle.
         owned: Backends whose workers have not all ended.
         timeline: Recorder of events; None: nothing is recorded.
         was_run: Whether a run has ended.

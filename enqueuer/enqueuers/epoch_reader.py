@@ -252,9 +252,6 @@ class EpochReader:
             has_more = self._wait_for_item(deadline, takes, ends)
         finally:
             self._is_entered = False
-            meter = self.run.meter
-            if meter.since:
-                meter.resume()
         if raises and has_more and not self.ready and self.failure is not None:
             self._raise(self.failure)
         return has_more
@@ -264,10 +261,9 @@ class EpochReader:
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
             return False
-        ready, order = self.ready, self._order
+        order = self._order
         long_wait: Wait | None = None
-        # As `knows_next`, without its call.
-        while not (ready or self.failure is not None or order.done):
+        while not self.knows_next():
             is_late, backend = False, run.backend
             try:
                 if not takes and not self._has_news(backend):

@@ -323,7 +323,7 @@ class FailurePolicy:
             # Raised as itself it would end the loop, or the program, as if all were well.
             shown = WorkerError(f"the generator raised {str_of(error, repr)} {where}")
             shown.__cause__ = error
-        # Again, if an exception ended an earlier call.
+        # The same failure may be raised again.
         notes = [note for note in getattr(shown, "__notes__", ()) if note != where] + [where]
         if failure.skipped:
             notes.append(f"{self.count + 1} errors are more than max_errors={self._max_errors}")

@@ -8,9 +8,8 @@
 Only the worker writes its words. The loop's own thread writes the loop's meter; any thread may
 read both.
 
-An item that neither waits nor is waited for is not timed: a clock takes as long as a hundredth
-of sending a tiny item. A worker that waits reads the clock, since waiting costs more anyway; the
-rest of its time is that of the generator.
+A worker reads the clock when it waits and, in a process, when it sends; the rest of its time is
+that of the generator.
 """
 
 from __future__ import annotations
@@ -270,8 +269,7 @@ class WorkerStats:
         started: Time of its start, in nanoseconds of `time.monotonic_ns()`.
         starting_s: Seconds from its start until it was ready for the first order.
         making_s: Seconds in the generator, or in `map` and `__getitem__`.
-        sending_s: Seconds of pickling and copying; of small items a sample stands for all.
-            0 in threads.
+        sending_s: Seconds of pickling and copying; 0 in threads.
         waiting_s: Seconds in which it had an item and no room for it, or no task.
         idle_s: Seconds between epochs, or after its last item.
         cpu_s: Seconds of CPU time since it was ready, with all threads of a process; None if the

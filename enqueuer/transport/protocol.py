@@ -1,7 +1,7 @@
 """The protocol of a channel, between one worker process and the consumer: packets on a socket.
 
     worker (ItemSender)                                           consumer (ItemReceiver)
-      ITEM STATED ARRAYS MESSAGE  ---------------------------->  head(), items()
+      ITEM STATED ARRAYS MESSAGE  ---------------------------->  head(), take()
       READY BLOCK DROP RECORD ASK  --------------------------->  blocks, records
       orders, credit           <----------- EPOCH TASK STOP CREDIT
 

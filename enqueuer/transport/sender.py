@@ -94,7 +94,7 @@ class SenderControl:
         # Held while packets are sent, and while records leave their queue.
         self._lock = threading.Lock()
         self._sequence = 1
-        self._lost_records = 0
+        self._lost_records, self._lost_lock = 0, threading.Lock()
         self._readable = select.poll()
         self._readable.register(packets.fileno(), select.POLLIN)
         self._looked = 0
@@ -176,7 +176,7 @@ class SenderControl:
         Called by any thread of the worker.
         """
         if len(self.records) >= _MOST_RECORDS:
-            self._lost_records += 1
+            self._lose_record()
             return
         self.records.append(pickle.dumps(record.__dict__))
         if self._lock.acquire(blocking=False):
@@ -236,8 +236,9 @@ class SenderControl:
     def _send_records_locked(self, wait: bool) -> None:
         while True:
             if self._lost_records and not self.records:
-                self.records.append(pickle.dumps(_loss(self._lost_records).__dict__))
-                self._lost_records = 0
+                with self._lost_lock:
+                    lost, self._lost_records = self._lost_records, 0
+                self.records.append(pickle.dumps(_loss(lost).__dict__))
             try:
                 if not self.records or not self._send_locked(
                     Kind.RECORD, self.records[0], (), wait
@@ -245,8 +246,12 @@ class SenderControl:
                     return
             except BlockMemoryError:
                 # There is no descriptor left for a long text.
-                self._lost_records += 1
+                self._lose_record()
             self.records.popleft()
+
+    def _lose_record(self) -> None:
+        with self._lost_lock:
+            self._lost_records += 1
 
 
 def _loss(count: int) -> logging.LogRecord:
@@ -423,10 +428,9 @@ class ItemSender:
         control, task_socket = self.control, self.task_socket
         assert task_socket is not None
         while True:
-            control.look()
+            control.read_orders()
             if control.closed:
                 return None
-            control.read_orders()
             found = control.tasks.popleft() if control.tasks else take(task_socket)
             if found is None:
                 control.sleep(also=task_socket.fileno())

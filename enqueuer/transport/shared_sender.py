@@ -46,7 +46,7 @@ class SharedSender:
         # Functions that write claims, by the number of the task.
         self._claims: dict[int, Callable[[int], None]] = {}
         self._free: list[Callable[[int], None]] = [sender.claim]
-        self._lock = threading.Lock()
+        self._lock, self._claims_lock = threading.Lock(), threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False
         self._wake, self._woken = own_sockets(socket.socketpair())
@@ -104,11 +104,13 @@ class SharedSender:
             pass
 
     def _drop_claim(self, number: int | None) -> None:
-        """Drop the claim of a task, if there is one. Another thread may claim one meanwhile."""
-        claim = None if number is None else self._claims.pop(number, None)
-        if claim is not None:
-            claim(0)
-            self._free.append(claim)
+        """Drop the claim of a task, if there is one."""
+        if number is None:
+            return
+        with self._claims_lock:
+            if (claim := self._claims.pop(number, None)) is not None:
+                claim(0)
+                self._free.append(claim)
 
     # --- the worker's own thread ---
 
@@ -137,9 +139,9 @@ class SharedSender:
         token, number = task_queue.HEAD.unpack_from(found[0])
         # It may have been offered again.
         self._drop_claim(number)
-        # Threads that drop claims change others meanwhile, each by one step.
-        claim = self._claims[number] = self._free.pop() if self._free else self._new_claim()
-        claim(token + 1)
+        with self._claims_lock:
+            claim = self._claims[number] = self._free.pop() if self._free else self._new_claim()
+            claim(token + 1)
         try:
             return task_queue.unpack(*found)
         except Exception as error:

@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 
 ItemTuple = tuple[int, int, object, Any]
-"""An item, or a plain tuple of its values: C code makes these in a third of the time."""
+"""An item, or a plain tuple of its values."""
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def test_more_may_wait_than_the_ring_holds(backend):
     with make(range(300), small, max_queue_size=200, **backend) as enqueuer:
         iterator = iter(enqueuer)
         next(iterator)
-        time.sleep(0.5)  # the worker fills the ring meanwhile
+        time.sleep(0.5)  # the worker fills the queue meanwhile
         assert sum(1 for _ in iterator) == 299
 
 

@@ -486,7 +486,7 @@ def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
         import logging, resource
         from enqueuer import GeneratorEnqueuer, Processes
         logging.basicConfig(format="%(levelname)s %(message)s")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))  # more than a ring has
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
         def numbers(): yield from range(2000)
         forked = Processes(start_method="fork", forward_logs=False)
         for name, backend in dict(thread="thread", process=forked).items():

@@ -301,3 +301,8 @@ def has_pieces(known: str, quoted: str) -> bool:
         if not found:
             return False
     return True
+
+
+def test_the_contract_is_short():
+    """Each of its sentences costs about 60 lines of code."""
+    assert len(read("docs/reference/contract.rst").split()) <= 4_500

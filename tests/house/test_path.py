@@ -25,10 +25,10 @@ STREAM = "backends/ray/actor.py"
 LARGE = 100_000  # numbers, 800 kB
 # Files, and functions, that may be passed on both sides.
 LIMITS = {
-    ("batch", "threads"): (13, 60),
-    ("batch", "processes"): (19, 112),
-    ("task", "threads"): (16, 86),
-    ("task", "processes"): (22, 120),
+    ("batch", "threads"): (12, 56),
+    ("batch", "processes"): (18, 107),
+    ("task", "threads"): (14, 79),
+    ("task", "processes"): (20, 113),
 }
 
 

@@ -10,11 +10,14 @@ from reading_cost import nodes, sources
 PHRASES = {
     "raised_here": "a plain `except`, within `held()`",
     "suppressed(": "a plain `except`, within `held()`",
+    "one step of": "the lock, or `held()`",
+    "by one step": "the lock, or `held()`",
     "in one step": "the lock, or `held()`",
     "no call and no jump": "the lock, or `held()`",
     "written in C": "what it does, such as that it is reentrant",
     "again does nothing": "Idempotent.",
     "again is harmless": "Idempotent.",
+    "bytecode": "the lock, or `held()`",
 }
 # Functions whose results C code reads.
 CHAINS = {"chain", "filter", "from_iterable", "map", "starmap"}
@@ -56,6 +59,6 @@ def test_no_chain_is_read_for_its_side_effects():
     assert [line for path in sources() for line in chains_with_side_effects(path)] == []
 
 
-def test_no_bunch_gives_a_hint_of_its_length():
+def test_no_iterator_of_ours_gives_a_hint_of_its_length():
     found = [path for path, text in sources().items() if "length_hint" in text]
     assert [path for path in found if path.startswith(WITHOUT_HINTS)] == []

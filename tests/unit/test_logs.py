@@ -203,11 +203,11 @@ def test_a_record_that_cannot_be_formatted_does_not_stop_the_generator(capsys):
 
 def test_a_sender_that_fails_does_not_stop_the_generator(logger, capsys):
     def send(record):
-        raise OSError("the ring is closed")
+        raise OSError("the channel is closed")
 
     logger.addHandler(Forwarder(send))
     logger.info("text")
-    assert "the ring is closed" in capsys.readouterr().err
+    assert "the channel is closed" in capsys.readouterr().err
 
 
 # --- forward: what happens in a worker process ---

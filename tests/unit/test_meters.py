@@ -70,10 +70,10 @@ def test_a_pause_within_a_pause_is_one(clock):
 def test_what_was_taken_is_counted_however_often_the_loop_looks(clock):
     waits = LoopMeter()
     taken = 0
-    for bunch in [1, 3, 1, 7, 2] * 200:
-        taken += bunch
+    for count in [1, 3, 1, 7, 2] * 200:
+        taken += count
         clock[0] += 1000
-        if waits.count(bunch):
+        if waits.count(count):
             waits.look()
         assert waits.taken == taken
 

@@ -59,7 +59,7 @@ class Buffer(Generic[T]):
             queue.Full: There was no room within `timeout`.
         """
         with self._lock:
-            # Woken by get(), clear() and close().
+            # Woken by get() and close().
             if not self._changed.wait_for(self._may_put_locked, timeout):
                 raise Full
             if self._closed:
@@ -99,17 +99,6 @@ class Buffer(Generic[T]):
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-
-    def clear(self) -> None:
-        """Drop the items that wait."""
-        with self._lock:
-            self._items.clear()
-            self._changed.notify_all()
-
-    def snapshot(self) -> list[T]:
-        """Return the items that wait now, the oldest first, and take none."""
-        with self._lock:
-            return list(self._items)
 
     @property
     def closed(self) -> bool:

@@ -282,7 +282,7 @@ class ThreadInbox:
                 if not isinstance(message, tuple):
                     break
                 ready.append(message)
-                del messages[0]
+                messages.popleft()
             self._taken += len(ready)
             if self._max_bytes is not None:
                 for _ in ready:
@@ -293,7 +293,7 @@ class ThreadInbox:
         with self._lock:
             if self._messages and self._messages[0] is message:
                 self._removed += 1
-                del self._messages[0]
+                self._messages.popleft()
             self._wake_putters_locked()
 
     def acknowledge(self) -> None:

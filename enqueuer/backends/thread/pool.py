@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Sequence
-from typing import ClassVar
 
 from enqueuer.backends.job import Job, split_bound
 from enqueuer.backends.pool import (
@@ -129,7 +128,6 @@ class ThreadDispatch(Dispatch[ThreadWorker]):
 class ThreadPool(WorkerPool[ThreadWorker]):
     """See `enqueuer.backends.pool.WorkerPool`."""
 
-    shares_gil: ClassVar[bool] = usage.has_gil()
     dispatch: ThreadDispatch
 
     def __init__(self, job: Job) -> None:

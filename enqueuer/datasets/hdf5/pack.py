@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import stat
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_sour
 _SHARDS = 32
 _MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"
 # Files that this process is packing to, and what stands for the call.
-_running: dict[Path, object] = {}
+_running: set[Path] = set()
+_running_lock = threading.Lock()
 
 
 def pack(
@@ -485,12 +487,14 @@ def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[P
         ValueError: The name of the file cannot be written.
     """
     check_target(target, merge)
-    folder, owner = parts_folder(target), object()
-    # The lock of a file does not exclude other threads. This is one step of a dict.
-    if _running.setdefault(target, owner) is not owner:
-        raise InvalidState(f"another thread is packing to {target}")
+    folder = parts_folder(target)
+    # The lock of a file does not exclude other threads.
+    with _running_lock:
+        if target in _running:
+            raise InvalidState(f"another thread is packing to {target}")
+        _running.add(target)
     with contextlib.ExitStack() as stack:
-        stack.callback(_running.pop, target)
+        stack.callback(_running.discard, target)
         try:
             _make_folder(folder)
             file = stack.enter_context(open(folder / _MANIFEST, "a+b", opener=open_no_link))
