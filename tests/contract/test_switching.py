@@ -1,8 +1,10 @@
 """Several threads read one enqueuer, and the interpreter switches threads all the time."""
 
+import itertools
 import sys
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import LIMIT
@@ -55,6 +57,75 @@ def test_each_result_comes_once_to_one_of_several_readers(size):
 def test_each_item_comes_once_to_one_of_several_readers(size, ordered):
     with GeneratorEnqueuer(numbers, workers=3, max_queue_size=size, ordered=ordered) as enqueuer:
         assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
+
+
+@pytest.mark.usefixtures("_switching")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(workers=2, backend="process"), id="processes"),
+        pytest.param(dict(workers=2, backend="process", concurrency=3), id="processes-concurrency"),
+        pytest.param(dict(workers=2, concurrency=3), id="threads-concurrency"),
+    ],
+)
+def test_each_result_of_other_workers_comes_once_to_one_of_several_readers(options):
+    with OrderedEnqueuer(range(COUNT), abs, max_queue_size=16, **options) as enqueuer:
+        assert sorted(read_by_threads(enqueuer, readers=3)) == list(range(COUNT))
+
+
+@pytest.mark.usefixtures("_switching")
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_other_threads_may_look_and_change_the_workers_while_some_read(backend):
+    done = threading.Event()
+
+    def look():
+        while not done.is_set():
+            stats, state = enqueuer.stats(), enqueuer.state_dict()
+            assert 0 <= stats.items <= COUNT
+            assert state["epoch"] in (0, 1)
+
+    def change():
+        for workers in itertools.cycle([1, 3, 2]):
+            if done.is_set():
+                return
+            enqueuer.reconfigure(workers=workers)
+
+    options = dict(workers=2, backend=backend, max_queue_size=16)
+    with OrderedEnqueuer(range(COUNT), abs, **options) as enqueuer:
+        with ThreadPoolExecutor() as pool:
+            others = [pool.submit(look), pool.submit(change)]
+            try:
+                taken = read_by_threads(enqueuer, readers=3)
+            finally:
+                done.set()
+            for other in others:
+                other.result(LIMIT)
+        assert sorted(taken) == list(range(COUNT))
+
+
+@pytest.mark.usefixtures("_switching")
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_a_stop_ends_all_readers_and_its_state_has_what_they_got(backend):
+    taken, begin = [[] for _ in range(3)], threading.Barrier(3)
+
+    def read(into):
+        batches = iter(enqueuer)
+        begin.wait(LIMIT)
+        for item in batches:
+            into.append(item)
+            if item == COUNT // 2:
+                enqueuer.stop()
+
+    enqueuer = OrderedEnqueuer(range(COUNT), abs, workers=2, backend=backend, max_queue_size=16)
+    with enqueuer, ThreadPoolExecutor() as pool:
+        for reader in [pool.submit(read, into) for into in taken]:
+            reader.result(LIMIT)
+        state = enqueuer.state_dict()
+    got = sorted(item for into in taken for item in into)
+    rest = OrderedEnqueuer(range(COUNT), abs)
+    rest.load_state_dict(state)
+    with rest:
+        assert [*got, *rest] == list(range(COUNT))
 
 
 class Greedy(deque):
