@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -27,6 +28,7 @@ from helpers import LIMIT, twelve
 from enqueuer import GeneratorEnqueuer, Processes, Ray
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.backends.load import load
+from enqueuer.common import interrupts
 from enqueuer.common.descriptors import PORTABLE
 
 # On a busy machine, an example may take longer than hypothesis allows by default.
@@ -265,7 +267,8 @@ def _used_by_no_other_process():
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Fail a test that leaves a thread, a process, a descriptor or a file."""
+    """Fail a test that leaves a thread, a process, a descriptor, a file or a handler of Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     before = census()
     # What is alive now outlives the test; the next collections need not look at it. Modules that
@@ -276,6 +279,8 @@ def nothing_left():
     while (remains := left(before, began)) and time.monotonic() < end:
         time.sleep(0.01)
     assert remains == {}
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert not interrupts.is_held
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    for number, handler in enumerate(map(getsignal, _SIGNALS), 1):
+    for number, handler in zip(_SIGNALS, map(getsignal, _SIGNALS), strict=True):
         if callable(handler) and handler is not _note:
             _handlers[number] = handler
             if restarts(number):
