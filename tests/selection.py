@@ -1,9 +1,10 @@
 """Which tests run: the quick suite by default, all of it or the rest by `ENQUEUER_TESTS`.
 
-The quick suite holds every promise once on threads, processes and Ray, and every promise about
-starts and ends by each start method. It leaves out repetitions: further parameters of tests with
-processes, fork and spawn beyond starts and ends, the portable path beyond what the transport itself
-promises, and what is marked `thorough`.
+The quick suite holds most promises once on threads, processes and Ray, and those about starts and
+ends by each start method. It leaves out what is marked `thorough`, as it takes more than a second;
+of processes only, if the mark says so. And it leaves out repetitions: further parameters of tests
+with processes, fork and spawn beyond starts and ends, and the portable path beyond what the
+transport itself promises.
 
 `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out, but not what repeats itself by spawn,
@@ -125,7 +126,8 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
     seen: set[tuple[str, str]] = set()
     quick = []
     for item in items:
-        if item.get_closest_marker("thorough") is not None:
+        thorough = item.get_closest_marker("thorough")
+        if thorough is not None and (not thorough.args or _is_of_processes(item)):
             continue
         if _is_portable(item) and item.path.name not in _PORTABLE_QUICK:
             continue

@@ -12,6 +12,7 @@ CASES = Path(__file__).with_name("keras_on_a_backend.py")
 LIMIT = 400.0  # seconds; TensorFlow alone takes ten to be imported
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
 def test_it_keeps_its_promises_on(backend):

@@ -282,6 +282,7 @@ def test_the_length_is_that_of_the_enqueuer(kind):
     assert kind(GeneratorEnqueuer(twelve))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("taken", [0, 5, 12])
 @pytest.mark.parametrize("steps", [None, 8])
 def test_a_position_is_what_the_loop_was_given(kind, taken, steps):
@@ -622,6 +623,7 @@ for adapter, name in ADAPTERS:
 """
 
 
+@pytest.mark.thorough
 def test_an_adapter_without_its_framework_says_what_to_install():
     adapters = [(name, name) for name in ("torch", "tensorflow", "keras", "jax")]
     adapters.append(("cuda", "torch"))

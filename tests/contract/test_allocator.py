@@ -52,6 +52,7 @@ def test_the_option_is_true_or_false(options):
         options(keep_freed_memory=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -451,6 +451,7 @@ def test_stop_wakes_a_task_that_waits(process):
     assert run(main()) in ([], [0], [0, 1], [0, 1, 2])
 
 
+@pytest.mark.thorough
 def test_other_tasks_run_while_a_block_is_entered_and_left(process):
     async def main():
         turns = 0

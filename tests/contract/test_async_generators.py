@@ -46,6 +46,7 @@ SAMPLES = [{}, {"batch_size": 3, "collate": list}, {"shuffle_buffer": 4}]
 SAMPLES.append({**SAMPLES[1], **SAMPLES[2]})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("samples", SAMPLES)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_items_are_those_of_a_plain_generator_in_order(backend, workers, samples):
@@ -540,6 +541,7 @@ def test_a_step_that_asyncio_lost_is_not_waited_for(is_map, nth):
         sys.setprofile(before)
 
 
+@pytest.mark.thorough
 def test_statistics_say_that_shards_run_side_by_side(backend):
     for source in (awaited, plain):
         with GeneratorEnqueuer(source, shards=2, **backend) as enqueuer:

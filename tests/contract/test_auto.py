@@ -129,6 +129,7 @@ def test_tasks_that_take_four_times_as_long_get_about_four(options):
         assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
 
 
+@pytest.mark.thorough
 @retry_if_disturbed
 def test_a_loop_that_reads_from_the_queue_gets_as_many(options):
     enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options)
@@ -227,6 +228,7 @@ def remote_file(element):
     return element
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("batch_size", [None, 8])
 @retry_if_disturbed
@@ -404,6 +406,7 @@ def test_a_restart_begins_with_the_workers_that_the_last_run_had(options, monkey
     enqueuer.stop()
 
 
+@pytest.mark.thorough
 def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
     tasks = OrderedEnqueuer(
@@ -500,6 +503,7 @@ def test_each_task_is_done_once_and_in_order(backend, erratic, kind, concurrency
     assert list(OrderedEnqueuer(source, drawn, **options)) == whole
 
 
+@pytest.mark.thorough
 def test_endless_reading_goes_on_over_changes_of_concurrency(options, erratic):
     plain = OrderedEnqueuer(range(20), drawn, random_seed=7)
     with (
@@ -517,6 +521,7 @@ def waits(element):
     return element
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "given", [dict(batch_size=8), dict(concurrency="auto")], ids=["batches", "given"]
 )
@@ -532,6 +537,7 @@ def test_elements_that_wait_run_at_once_before_there_are_more_workers(caplog, gi
         assert enqueuer.stats().workers[0].concurrency > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "given",
     [dict(), dict(batch_size=8, concurrency=1), dict(batch_size=8, backend="process")],
@@ -552,6 +558,7 @@ def test_automatic_concurrency_needs_automatic_workers():
         OrderedEnqueuer(range(3), abs, workers="auto", concurrency="many")
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_order_nothing_is_lost_nor_comes_twice(backend, erratic):
     options = dict(workers="auto", ordered=False, random_seed=7, **backend)
@@ -567,6 +574,7 @@ def dies_at_50(flag, element):
     return element
 
 
+@pytest.mark.thorough
 def test_a_worker_that_dies_meanwhile_is_replaced(erratic, tmp_path):
     with OrderedEnqueuer(
         range(200),

@@ -41,6 +41,7 @@ class Counter:
 FORK_OR_THREAD = without("process-spawn", "process-forkserver", "process-fork-portable")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (1, 10), (3, 10), (3, 2), (4, 1)])
 @pytest.mark.parametrize("options", FORK_OR_THREAD)
@@ -217,6 +218,7 @@ def six_hundred_and_gap():
     yield 600
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_nobody_polls_while_a_worker_reads_nothing(process, monkeypatch):
     """With a bound on bytes each item that is taken is a packet, and fewer fit into the socket."""

@@ -368,6 +368,7 @@ def test_a_process_that_hangs_is_ended(process, tmp_path):
     enqueuer.stop(timeout=0.5)
 
 
+@pytest.mark.thorough
 def test_a_stall_report_names_the_elements_of_the_threads(backend, tmp_path):
     gates = Gates(tmp_path)
     options = dict(concurrency=3, batch_size=3, timeout=0.3)

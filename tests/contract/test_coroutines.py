@@ -24,6 +24,7 @@ async def awaited(element, task):
     return drawn(element, task)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_results_are_those_of_a_plain_function_in_order(backend, batch_size):
     given = dict(random_seed=7, shuffle=True, batch_size=batch_size)
@@ -34,6 +35,7 @@ def test_results_are_those_of_a_plain_function_in_order(backend, batch_size):
         assert [list(enqueuer) for _ in range(2)] == whole
 
 
+@pytest.mark.thorough("processes")
 def test_one_coroutine_at_a_time_does_quick_tasks(options):
     """In a process, quick tasks share packets, unless several run at once."""
 

@@ -53,6 +53,7 @@ def raised_by(enqueuer):
 # --- tasks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("act", HANGS, ids=NAMES)
 def test_an_element_that_hangs_is_left_out(started, act, caplog):
     work = Hanging(3, act=act)
@@ -66,6 +67,7 @@ def test_an_element_that_hangs_is_left_out(started, act, caplog):
     assert len(logged) == 1 and "task 3, element 3" in logged[0]
 
 
+@pytest.mark.thorough
 def test_the_error_names_the_element_and_shows_where_it_hung(limited):
     work = Hanging(3)
     error = raised_by(OrderedEnqueuer(range(8), work, workers=2, **limited))
@@ -76,6 +78,7 @@ def test_the_error_names_the_element_and_shows_where_it_hung(limited):
     assert replay(error) == 3
 
 
+@pytest.mark.thorough
 def test_what_comes_before_the_element_comes_first(limited):
     with OrderedEnqueuer(range(8), Hanging(3), workers=2, **limited) as enqueuer:
         batches = iter(enqueuer)
@@ -85,6 +88,7 @@ def test_what_comes_before_the_element_comes_first(limited):
                 next(batches)
 
 
+@pytest.mark.thorough
 def test_a_function_replaces_the_element(started):
     options = {"workers": 2, "on_error": stand_in, **started}
     with OrderedEnqueuer(range(8), Hanging(3), **options) as enqueuer:
@@ -112,6 +116,7 @@ def test_a_batch_of_which_all_hang_does_not_come(limited):
         assert enqueuer.error_count == 2
 
 
+@pytest.mark.thorough
 def test_other_elements_of_the_worker_are_made_again(started):
     options = {"workers": 1, "concurrency": 4, "on_error": "skip", **started}
     with OrderedEnqueuer(range(8), Hanging(0, 5), **options) as enqueuer:
@@ -119,6 +124,7 @@ def test_other_elements_of_the_worker_are_made_again(started):
         assert enqueuer.error_count == 2
 
 
+@pytest.mark.thorough
 def test_a_coroutine_that_hangs_is_left_out(limited):
     work = Hanging(3)
     options = {"workers": 1, "concurrency": 2, "on_error": "skip", **limited}
@@ -145,6 +151,7 @@ def test_elements_are_fetched_alone_if_all_at_once_take_too_long(limited):
         assert "the call that fetches all elements of a batch took longer" in text
 
 
+@pytest.mark.thorough
 def test_a_batch_whose_collate_hangs_is_left_out(limited):
     work = Hanging(3)
     options = {"batch_size": 4, "collate": work.collate, "on_error": "skip", **limited}
@@ -153,6 +160,7 @@ def test_a_batch_whose_collate_hangs_is_left_out(limited):
         assert enqueuer.error_count == 1
 
 
+@pytest.mark.thorough
 def test_each_epoch_has_its_own_elements(limited):
     options = {"workers": 2, "on_error": "skip", "shuffle": True, "random_seed": 7, **limited}
     with OrderedEnqueuer(range(8), Hanging(3), epochs=2, **options) as enqueuer:
@@ -163,6 +171,7 @@ def test_each_epoch_has_its_own_elements(limited):
     assert epochs[0] != epochs[1] and set(wanted) < set(epochs[0])
 
 
+@pytest.mark.thorough
 def test_a_state_goes_on_behind_the_element(limited):
     def enqueuer():
         options = {"workers": 2, "on_error": "skip", **limited}
@@ -180,6 +189,7 @@ def test_a_state_goes_on_behind_the_element(limited):
         assert second.error_count == 1
 
 
+@pytest.mark.thorough
 def test_ranks_leave_out_their_own_elements(limited):
     def enqueuer(rank):
         options = {"on_error": "skip", "rank": rank, "world_size": 2, **limited}
@@ -200,6 +210,7 @@ def test_ranks_leave_out_their_own_elements(limited):
     assert sorted(left) == [4, 6, 7]
 
 
+@pytest.mark.thorough
 def test_too_many_that_hang_are_an_error(limited):
     options = {"workers": 2, "on_error": "skip", "max_errors": 1, **limited}
     error = raised_by(OrderedEnqueuer(range(8), Hanging(3, 5), **options))
@@ -209,6 +220,7 @@ def test_too_many_that_hang_are_an_error(limited):
 # --- shards ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("act", HANGS, ids=NAMES)
 def test_a_generator_that_hangs_ends_its_shard(started, act):
     work, options = Hanging((0, 2), act=act), {"workers": 2, "shards": 3, **started}
@@ -222,6 +234,7 @@ def test_a_generator_that_hangs_ends_its_shard(started, act):
     assert "item 2 of shard 0 took longer than element_timeout=1 s" in text
 
 
+@pytest.mark.thorough
 def test_the_order_is_that_of_a_generator_that_raises(limited):
     def found(work, **options):
         options |= {"shards": 3, "on_error": stand_in, **limited}
@@ -233,6 +246,7 @@ def test_the_order_is_that_of_a_generator_that_raises(limited):
     assert hanging == found(Hanging((1, 2)), workers=1)
 
 
+@pytest.mark.thorough
 def test_a_function_with_first_item_goes_on_behind_the_item(started):
     work, options = Hanging((0, 2), (1, 0)), {"workers": 2, "shards": 2, **started}
     wanted = [(0, 0), (0, 1), (0, 3), (1, 1), (1, 2), (1, 3)]
@@ -251,6 +265,7 @@ def test_an_item_behind_some_that_are_none_is_the_one_that_is_named(limited):
     assert error.enqueuer_origin.item == 3
 
 
+@pytest.mark.thorough
 def test_an_async_generator_that_hangs_ends_its_shard(limited):
     work, options = Hanging((0, 2)), {"workers": 1, "shards": 2, "on_error": "skip", **limited}
     with GeneratorEnqueuer(work.awaited_items, **options) as enqueuer:
@@ -274,6 +289,7 @@ def test_the_state_of_a_shard_goes_on_behind_its_replacement(limited):
         assert list(second) == [(1, 2), (1, 3)]
 
 
+@pytest.mark.thorough
 def test_prefetch_has_the_limit_too(limited):
     found = prefetch(Hanging((0, 2)).items, workers=1, on_error="skip", **limited)
     assert list(found) == [(0, 0), (0, 1)]

@@ -90,6 +90,7 @@ def test_a_loop_over_one_epoch_begins_no_other(backend):
         assert len([*itertools.islice(enqueuer.get(), 8)]) == 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("max_queue_size", [1, 4, 30])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 3])
@@ -158,6 +159,7 @@ def test_a_resumed_loop_goes_on_with_the_very_next_batch(backend):
             assert list(itertools.islice(later.get(), 12 - taken)) == found[taken:]
 
 
+@pytest.mark.thorough
 @pytest.mark.ahead
 def test_stop_drops_the_next_epoch(gated, tmp_path):
     enqueuer, batches = gated
@@ -349,6 +351,7 @@ def test_an_iterable_is_begun_when_the_loop_reaches_its_epoch(backend):
 # --- what is left ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, 2])
 def test_earlier_epochs_are_forgotten(backend, count):
     epochs = 500 if backend_of(backend) == "thread" else 100

@@ -124,6 +124,7 @@ def assert_same(got, sent):
         assert got == sent
 
 
+@pytest.mark.thorough("processes")
 def test_everything_comes_through_equal(backend):
     with GeneratorEnqueuer(everything, **backend) as enqueuer:
         for got, sent in zip(enqueuer, everything(None), strict=True):
@@ -182,6 +183,7 @@ def numbered(shard):
         yield np.full(LARGE, number), np.full(LARGE, -number)
 
 
+@pytest.mark.thorough
 @pytest.mark.writes
 def test_what_is_kept_stays_as_it_was_also_after_stop(process):
     with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:

@@ -307,6 +307,7 @@ def test_only_a_new_enqueuer_can_be_pickled_or_copied(backend):
         pickle.dumps(enqueuer)
 
 
+@pytest.mark.thorough
 def test_a_context_of_multiprocessing_is_taken():
     import multiprocessing
 

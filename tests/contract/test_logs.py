@@ -164,6 +164,7 @@ class TestMultiprocessingLogging:
             root.handlers = before
 
 
+@pytest.mark.thorough
 def test_a_flood_of_records_does_not_outlast_a_timeout(process):
     import queue
 

@@ -186,6 +186,7 @@ def test_a_rank_that_has_ended_its_epoch_is_merged_with_those_that_have_not():
         assert sorted([*first, *second, *turns(rest)]) == sorted(make(0, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -245,6 +246,7 @@ def test_the_state_of_one_rank_is_enough_at_the_same_step_of_tasks():
     assert [*turns(had), *turns(rest)] == list(make(0, 1))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("count", "seed"), [(10, 400), pytest.param(20, 410, marks=pytest.mark.thorough)]
 )

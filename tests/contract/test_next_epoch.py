@@ -212,6 +212,7 @@ def test_epochs_and_states_are_those_without_the_option(make, epochs, max_queue_
     assert read(make(**options), 4) == without
 
 
+@pytest.mark.thorough
 @DRAWN
 def test_a_resumed_loop_goes_on_with_the_very_next_batch(make, backend):
     found, states = read(make(), 4)
@@ -438,6 +439,7 @@ def killed_at(seed, folder, shard):
         yield place
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")  # some are empty
 @pytest.mark.parametrize("seed", range(4))
 def test_any_course_of_a_run_gives_the_same_batches(seed, process, tmp_path):

@@ -10,6 +10,7 @@ from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.enqueuers.enqueuer import of_rank
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("shards", "world_size"), [(4, 2), (5, 2), (3, 3), (7, 3)])
 def test_the_union_over_ranks_is_the_data_of_one_host(backend, shards, world_size):
     def run(**options):
@@ -36,6 +37,7 @@ def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
         assert list(enqueuer) == [1, 4, 7, 10]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -26,6 +26,7 @@ def whole():
         return [[bytes_of(batch) for batch in enqueuer] for _ in range(2)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_the_batches_are_the_same(backend, whole, seed):
     rng, seen = random.Random(seed), []
@@ -39,6 +40,7 @@ def test_the_batches_are_the_same(backend, whole, seed):
         assert [bytes_of(batch) for batch in enqueuer] == whole[1]
 
 
+@pytest.mark.thorough
 def test_a_consumer_that_waits_goes_on(backend):
     """In another thread, and its batch comes from the new workers."""
     with GeneratorEnqueuer(_slow_until_told, workers=1, shards=2, **backend) as enqueuer:
@@ -136,6 +138,7 @@ def test_a_change_by_code_that_runs_in_the_wait_is_refused(backend, whole, monke
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.parametrize("wait", range(4))
 def test_a_signal_handler_may_reconfigure_within_a_reconfigure(backend, whole, monkeypatch, wait):

@@ -97,6 +97,7 @@ def hashes(shard):
     yield hash("text"), list({f"{n:03}" for n in range(20)}), os.environ.get("PYTHONHASHSEED")
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_workers_that_are_not_forked_hash_alike():
     found = []

@@ -32,6 +32,7 @@ class Rows:
         yield private_bytes(), self.rows.flags.writeable
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_large_array_of_the_source_is_shared(method):
     with GeneratorEnqueuer(Rows(), workers=2, backend=Processes(start_method=method)) as enqueuer:

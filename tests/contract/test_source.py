@@ -32,11 +32,13 @@ from enqueuer import (
 LOCK = threading.Lock()
 
 
+@pytest.mark.thorough("processes")
 def test_a_function_may_take_the_shard(backend):
     with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
         assert list(enqueuer) == list(range(12))
 
 
+@pytest.mark.thorough("processes")
 def test_a_function_may_take_nothing(backend):
     def letters():
         yield from "abc"
@@ -45,7 +47,7 @@ def test_a_function_may_take_nothing(backend):
         assert list(enqueuer) == ["a", "b", "c"]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_a_function_may_be_a_lambda_a_partial_or_an_object(backend):
     def pairs(word, shard):
         yield word, shard.index
@@ -189,6 +191,7 @@ def test_a_function_that_gives_nothing_to_iterate_is_an_error(backend):
             next(iter(enqueuer))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
     lock = threading.Lock()
@@ -403,6 +406,7 @@ def test_objects_of_multiprocessing_are_shared(method, shared_memory):
     source.close()
 
 
+@pytest.mark.thorough
 def test_a_queue_of_multiprocessing_brings_what_workers_put(method, shared_memory):
     queue = multiprocessing.get_context("spawn").Queue()
 
@@ -434,6 +438,7 @@ def test_a_worker_that_replaces_a_dead_one_shares_the_same_objects(method, share
     assert deaths.value == 3
 
 
+@pytest.mark.thorough
 def test_more_objects_are_shared_than_one_packet_has_descriptors(method):
     pairs = [socket.socketpair() for _ in range(9)]
 
@@ -650,6 +655,7 @@ class Trainer:
             self.losses.append(batch * self.order.random())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_tasks", [True, False])
 def test_what_the_method_that_loads_does_not_use_may_change(process, is_tasks, no_warnings):
     trainer = Trainer()

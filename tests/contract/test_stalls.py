@@ -101,6 +101,7 @@ def test_each_stall_is_told_once_with_the_stack_of_the_worker(backend, tmp_path,
     assert set(heard.places) == {__file__}
 
 
+@pytest.mark.thorough
 def test_a_long_stall_is_told_once(backend, tmp_path, monkeypatch):
     source = Gated(tmp_path)
     with GeneratorEnqueuer(
@@ -201,6 +202,7 @@ def stopping():
     yield "went on"
 
 
+@pytest.mark.thorough
 @pytest.mark.local
 def test_a_worker_that_has_reset_the_signal_outlives_the_question(process):
     """As code does that resets all signals; the signal would end it."""
@@ -281,6 +283,7 @@ def test_async_for_times_out_and_loses_nothing(backend, tmp_path):
     assert "the loop waits for shard 1, item 1" in texts[-1]
 
 
+@pytest.mark.thorough
 def test_async_for_warns_and_goes_on(backend, tmp_path, monkeypatch):
     source = Gated(tmp_path)
     heard = Heard(monkeypatch, source.let_on)

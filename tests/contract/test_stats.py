@@ -145,6 +145,7 @@ def test_the_time_of_a_worker_is_divided_without_a_rest(options):
     assert took - 0.1 < sum(parts) < took + 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_the_time_of_the_loop_is_waiting_and_working(options):
     def source():
@@ -223,6 +224,7 @@ def _slow():
     return Slow()
 
 
+@pytest.mark.thorough
 def test_what_the_start_has_used_of_the_cpu_is_not_counted():
     stats = stats_of(Slow(), backend=Processes(start_method="forkserver"))
     (worker,) = stats.workers
@@ -374,6 +376,7 @@ def check(kind, measure):
     raise AssertionError(str(stats))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_source_is_reported(options):
     stats = check("source", lambda: steady_stats_of(sleeping(0.02), use_s=0.005, **options))
@@ -400,6 +403,7 @@ def test_elements_that_the_loop_reads_slowly_are_reported(options):
     assert stats.wait_p50_s >= 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_slow_loop_is_reported(options):
     stats = check("loop", lambda: steady_stats_of(sleeping(0.001), use_s=0.02, **options))
@@ -453,6 +457,7 @@ def test_copying_is_reported(options):
     check("transport", lambda: steady_stats_of(source, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_one_slow_shard_is_reported(options):
     def source(shard):
@@ -476,6 +481,7 @@ def test_a_short_queue_before_an_uneven_source_is_reported(options):
     check("queue", lambda: steady_stats_of(source, use_s=0.01, max_queue_size=1, **options))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", BACKENDS)
 def test_a_long_start_is_reported(options):
     def source():
@@ -504,6 +510,7 @@ def test_too_few_cpus_are_reported():
     assert stats.bottleneck().kind == "cpus", stats
 
 
+@pytest.mark.thorough
 def test_processes_are_advised_if_threads_compute_in_python():
     def source(shard):
         for number in range(150):

@@ -28,7 +28,7 @@ from enqueuer import (
 from enqueuer.enqueuers.enqueuer import core_of
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @retry_if_disturbed
 def test_stop_is_prompt_when_workers_are_cooperative(backend):
     with GeneratorEnqueuer(counting, workers=4, **backend) as enqueuer:
@@ -69,7 +69,7 @@ def test_stop_is_bounded_when_a_thread_hangs():
     gate.set()
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_stop_is_idempotent_and_harmless_before_start(backend):
     enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
     enqueuer.stop()
@@ -107,7 +107,7 @@ def _stop_quietly(enqueuer):
         enqueuer.stop(timeout=0.1)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_stop_may_be_called_inside_the_loop(backend):
     enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
     seen = []
@@ -130,6 +130,7 @@ def test_a_generator_may_stop_its_own_enqueuer():
         assert list(enqueuer) in ([1], [])
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("how", ["stop", "break", "end"])
 def test_finally_runs_in_the_worker(backend, how, tmp_path):
     def source(shard):
@@ -150,7 +151,7 @@ def test_finally_runs_in_the_worker(backend, how, tmp_path):
     collect_until(lambda: sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"])
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_with_stops_and_lets_the_loops_own_error_through(backend):
     with pytest.raises(ZeroDivisionError):
         with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
@@ -166,7 +167,7 @@ def test_many_starts_and_early_breaks_leave_nothing(backend):
             break
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_a_stopped_enqueuer_can_be_started_again(backend):
     enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
     for _ in range(3):
@@ -175,6 +176,7 @@ def test_a_stopped_enqueuer_can_be_started_again(backend):
         enqueuer.stop()
 
 
+@pytest.mark.thorough("processes")
 def test_start_twice_is_an_error(backend):
     with GeneratorEnqueuer(counting, **backend) as enqueuer:
         with pytest.raises(InvalidState, match="is running already"):
@@ -191,6 +193,7 @@ def test_get_before_start_is_an_error():
     assert enqueuer.queue.qsize() == 0
 
 
+@pytest.mark.thorough
 def test_use_after_stop_is_an_error(backend):
     enqueuer = GeneratorEnqueuer(counting, **backend)
     with enqueuer:
@@ -235,7 +238,7 @@ def test_an_enqueuer_that_starts_anew_is_no_new_one():
     assert len(seen) == 2
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.local
 @pytest.mark.ahead
 def test_a_start_that_fails_changes_nothing(monkeypatch, backend):

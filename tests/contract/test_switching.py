@@ -59,6 +59,7 @@ def test_each_item_comes_once_to_one_of_several_readers(size, ordered):
         assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_switching")
 @pytest.mark.parametrize(
     "options",
@@ -73,6 +74,7 @@ def test_each_result_of_other_workers_comes_once_to_one_of_several_readers(optio
         assert sorted(read_by_threads(enqueuer, readers=3)) == list(range(COUNT))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_switching")
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_other_threads_may_look_and_change_the_workers_while_some_read(backend):

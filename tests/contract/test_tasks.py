@@ -222,6 +222,7 @@ def small(x):
     return bytes(10_000)
 
 
+@pytest.mark.thorough
 def test_more_may_wait_than_the_ring_holds(backend):
     with make(range(300), small, max_queue_size=200, **backend) as enqueuer:
         iterator = iter(enqueuer)
@@ -719,6 +720,7 @@ def test_a_task_is_done_again_by_replay(backend):
 # --- state ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("count", [0, 1, 9, 18, 30])
 def test_a_state_is_resumed_elsewhere(backend, whole, count):
     with make(shuffle=True, workers=2, **backend) as enqueuer:
@@ -775,7 +777,7 @@ def test_an_iterable_is_resumed_by_reading_it_again(backend):
     assert [x for batch in first + rest for x in batch] == [2 * x for x in range(40)]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
     with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
         wanted = list(enqueuer)
@@ -817,6 +819,7 @@ def test_a_state_of_something_else_is_refused(options, says):
 # --- ranks ---
 
 
+@pytest.mark.thorough
 # Of 3 elements, one rank of 4 has none.
 @pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")
 @pytest.mark.parametrize(("count", "world_size"), [(24, 2), (23, 2), (23, 4), (3, 4)])
@@ -936,6 +939,7 @@ def test_a_sequence_may_have_keys():
     assert list(OrderedEnqueuer(RowsWithKeys())) == ["a", "b"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [

@@ -479,6 +479,7 @@ def test_a_worker_that_cannot_record_says_so_and_works(backend, tmp_path, caplog
     assert not path.exists()
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_is_one_warning_and_the_run_goes_on(tmp_path):
     code, out, err = run_program(
         tmp_path,

@@ -153,6 +153,7 @@ def test_an_exception_that_other_code_sends_to_a_waiting_worker_is_an_error():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_after_a_death_that_is_caught_no_worker_outlives_its_enqueuer(method, ordered):

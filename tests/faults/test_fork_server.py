@@ -60,6 +60,7 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
     wait_until(lambda: not alive(pid))
 
 
+@pytest.mark.thorough
 def test_a_worker_is_replaced_under_alarms_that_come_more_often_than_forks():
     """The server goes on at the tenth alarm; until then, no start is tried again with each."""
 
@@ -214,6 +215,7 @@ def test_a_module_that_ends_the_server_is_a_start_error(tmp_path):
     assert start_with_preloaded(tmp_path, "import os; os._exit(1)") == (0, message, "")
 
 
+@pytest.mark.thorough
 def test_a_server_that_hangs_is_killed(tmp_path):
     soon = "fork_server._SERVER_START_S = 0.1"
     found = start_with_preloaded(tmp_path, "import signal; signal.pause()", soon)
@@ -247,6 +249,7 @@ FULL = """
 """
 
 
+@pytest.mark.thorough
 def test_a_fork_that_fails_is_a_start_error_and_not_the_servers_end(tmp_path, monkeypatch):
     site = tmp_path / "site"
     site.mkdir()
@@ -326,6 +329,7 @@ print(before == resource_tracker._resource_tracker._pid)
 """
 
 
+@pytest.mark.thorough
 def test_the_resource_tracker_outlives_the_signals_of_a_job_scheduler():
     done = subprocess.run([sys.executable, "-c", TRACKED], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True\n", "")

@@ -47,6 +47,7 @@ def in_a_child(function):
     return answer
 
 
+@pytest.mark.thorough
 def test_a_forked_child_cannot_use_its_parents_enqueuer(backend):
     with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
         batches = iter(enqueuer)
@@ -129,7 +130,7 @@ def test_threads_of_a_forked_child_have_nothing_to_do_with_its_parents_event_loo
         assert in_a_child(own) == "[12, 12]"
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_a_forked_child_may_have_its_own(backend):
     def own():
         with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
@@ -203,6 +204,7 @@ def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tm
     assert (code, out, err) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tmp_path):
     text = f"""
@@ -283,6 +285,7 @@ def test_generators_may_use_multiprocessing(process):
 # --- one in the other, and side by side ---
 
 
+@pytest.mark.thorough("processes")
 def test_enqueuers_may_be_nested(backend):
     def inner(shard):
         yield from shard.split(range(6))
@@ -300,6 +303,7 @@ def test_enqueuers_may_be_nested(backend):
         assert list(enqueuer) == [list(range(6))] * 2
 
 
+@pytest.mark.thorough
 def test_the_workers_of_a_killed_worker_die_with_it(process):
     def inner(shard):
         yield os.getpid()

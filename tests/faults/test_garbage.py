@@ -92,7 +92,7 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
         gc.enable()
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_enqueuers_are_collected_wherever_the_collector_strikes(backend):
     """A small threshold makes it strike all the time, in every thread."""
     before = gc.get_threshold()

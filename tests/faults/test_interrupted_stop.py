@@ -144,6 +144,7 @@ def test_a_stop_ends_a_loop_whose_iterable_keeps_it_waiting(consumed_elsewhere):
     assert read == [str(number) for number in range(len(read))]
 
 
+@pytest.mark.thorough("processes")
 def test_a_start_that_waits_for_an_iterable_of_the_last_run_can_be_interrupted(
     consumed_elsewhere,
 ):

@@ -37,6 +37,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     # what the workers do makes no difference if they are killed, too
     ("victim", "state"),
@@ -57,6 +58,7 @@ def test_no_worker_outlives_a_killed_parent(method, state, victim, tmp_path):
         assert (code, err) == (-signal.SIGKILL, "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_no_worker_outlives_a_parent_that_is_killed_while_it_starts_them(method, tmp_path):
     text = f"""

@@ -107,6 +107,7 @@ class LargeTasks:
         return pair[0]
 
 
+@pytest.mark.thorough
 def test_a_loop_is_not_held_up_by_a_worker_that_reads_none_of_its_tasks(process, tmp_path):
     tasks, count = LargeTasks(tmp_path), 32
     slow = helpers.with_backend(process, initializer=tasks.start)

@@ -51,6 +51,7 @@ def run(request, tmp_path):
     return run
 
 
+@pytest.mark.thorough
 def test_a_start_without_enough_descriptors_leaves_nothing(run):
     """Whatever the limit: an error with advice, no worker, no descriptor; later it works."""
     text = """
@@ -308,6 +309,7 @@ for _ in range(2):
     assert (code, out, err) == (0, "", ""), err
 
 
+@pytest.mark.thorough
 def test_a_consumer_may_keep_more_batches_than_it_has_descriptors(run):
     text = """
 def source(shard):

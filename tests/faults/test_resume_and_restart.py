@@ -296,6 +296,7 @@ def for_drawn_runs(request, options, count):
     return run_all
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
@@ -315,6 +316,7 @@ def test_kills_at_random_moments_change_nothing(request, process, ordered, knows
         reader.check(source)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
 def test_kills_between_two_items_and_between_epochs_change_nothing(request, process, ordered, told):
@@ -355,6 +357,7 @@ def test_kills_during_the_start_change_nothing(request, process, ordered, told):
         reader.check(source)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
@@ -386,6 +389,7 @@ def test_items_that_kill_change_nothing(request, process, ordered, knows, told, 
 # --- all at once ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("knows", [False, True])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats

@@ -78,6 +78,7 @@ def run(tmp_path, numbers, code, method):
     assert [line for line in err.splitlines() if "was killed by SIGKILL" not in line] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_kernel_without_pidfds_and_memfds(method, tmp_path):
     run(tmp_path, list(NUMBERS.values()), errno.ENOSYS, method)
@@ -89,6 +90,7 @@ def test_a_sandbox_that_forbids_one_of_them(name, tmp_path):
     run(tmp_path, [NUMBERS[name]], errno.EPERM, DEFAULT)
 
 
+@pytest.mark.thorough
 def test_the_portable_way_needs_none_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("ENQUEUER_PORTABLE", "1")
     run(tmp_path, list(NUMBERS.values()), errno.ENOSYS, DEFAULT)

@@ -88,6 +88,7 @@ class Hanging:
         yield 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("act", [helpers.hang, helpers.hang_deaf, helpers.hang_in_c])
 @helpers.retry_if_disturbed
 def test_hanging_workers_are_ended_in_time(process, act):
@@ -100,6 +101,7 @@ def test_hanging_workers_are_ended_in_time(process, act):
         assert not any(map(helpers.alive, pids))
 
 
+@pytest.mark.thorough
 @helpers.retry_if_disturbed
 def test_frozen_workers_are_ended_in_time(process):
     with GeneratorEnqueuer(full, workers=2, **process) as enqueuer:
@@ -127,6 +129,7 @@ def test_workers_that_have_just_begun_are_stopped(process):
     helpers.check_prompt(timed_stop(enqueuer, "just begun", process), limit)
 
 
+@pytest.mark.thorough
 @helpers.retry_if_disturbed
 def test_stop_from_another_thread_ends_a_consumer_that_waits(process):
     source = Hanging(helpers.hang)

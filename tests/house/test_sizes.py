@@ -15,7 +15,7 @@ import enqueuer
 
 # Of the whole package.
 MOST_CODE_LINES = 21016
-MOST_TOKENS = 179901
+MOST_TOKENS = 179905
 MOST_FILES = 133
 MOST_FORWARDING_METHODS = 21
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.

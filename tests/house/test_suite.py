@@ -15,6 +15,7 @@ FILES = [TESTS / "contract" / f"test_{name}.py" for name in ("order", "end", "fa
 _QUICK = ("drops_an_item",)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "breakage",
     [

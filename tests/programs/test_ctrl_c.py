@@ -57,6 +57,7 @@ def test_ctrl_c_is_one_keyboard_interrupt(options, place, tmp_path):
         program.check_nothing_left()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", range(6))
 @pytest.mark.parametrize("method", METHODS)
 def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(method, moment, tmp_path):

@@ -109,6 +109,7 @@ sys.exit(3)
         running.check_nothing_left()
 
 
+@pytest.mark.thorough
 def test_the_fork_servers_end_leaves_no_word(tmp_path):
     """Also if its parent is a process that has workers by every method, and two enqueuers."""
     text = """
@@ -122,6 +123,7 @@ for method in METHODS:
     assert run_program(tmp_path, program(text, "")) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_of_multiprocessing_may_forget_to_stop(method, tmp_path):
     """Its exit is multiprocessing's own, which joins its children without a limit."""

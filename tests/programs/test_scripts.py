@@ -62,6 +62,7 @@ def test_a_script_needs_no_guard_and_its_classes_come_back(options, how, tmp_pat
     assert run_program(tmp_path, text, how=how) == (0, "once\n", "")
 
 
+@pytest.mark.thorough
 def test_the_process_stays_as_it_was(options, tmp_path):
     text = """
         import logging, multiprocessing, os, random, signal, sys, threading
@@ -114,6 +115,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
     assert run_program(tmp_path, text.replace("OPTIONS", options)) == (0, "", "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choice", ["fork", "spawn"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_global_start_method_is_the_users(method, choice, tmp_path):

@@ -177,6 +177,7 @@ WORKS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seeds", [range(2), pytest.param(range(2, 5), marks=pytest.mark.thorough)], ids=["two", "more"]
 )
@@ -239,6 +240,7 @@ def test_batches_are_judged_by_their_elements():
     assert len(times) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "seeds", [range(1), pytest.param(range(1, 5), marks=pytest.mark.thorough)], ids=["one", "more"]
 )

@@ -26,6 +26,7 @@ def test_the_generators_accept_their_seeds(place):
         assert 0 <= seed < limit
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("begin", [0, 2**32 - 50_000, 2**40])
 def test_no_two_elements_of_an_epoch_have_the_same_seed_of_numpy(begin):
     """100,000 random numbers of 32 bits would have one such pair or more."""
@@ -33,6 +34,7 @@ def test_no_two_elements_of_an_epoch_have_the_same_seed_of_numpy(begin):
     assert len(seeds) == 50_000
 
 
+@pytest.mark.thorough
 def test_two_epochs_share_few_seeds_of_numpy():
     """Of 65,536 numbers of 32 bits in each, about one. The two were all alike by a mere XOR."""
     first, second = (

@@ -97,6 +97,7 @@ def test_annotations_can_be_evaluated(function):
     assert "options" in typing.get_type_hints(function)
 
 
+@pytest.mark.thorough
 def test_the_package_can_be_imported_without_docstrings():
     program = (
         "import enqueuer; print(enqueuer.GeneratorEnqueuer.__doc__, "
@@ -111,6 +112,7 @@ def test_the_package_can_be_imported_without_docstrings():
 # --- names that are no options ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("made", MAKERS, ids=lambda made: made.__name__)
 @pytest.mark.parametrize(
     ("name", "says"),

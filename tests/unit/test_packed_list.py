@@ -16,6 +16,7 @@ CONSTANTS = st.one_of(
 )
 
 
+@pytest.mark.thorough
 @given(st.lists(CONSTANTS | st.tuples(CONSTANTS, CONSTANTS), max_size=3 * CHUNK), st.data())
 def test_it_is_read_like_the_list(items, data):
     kept = PackedList.of(items)
