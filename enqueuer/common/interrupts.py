@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import os
 import signal
 import sys
@@ -61,6 +62,10 @@ is_held = False
 # whether it struck the code that was called.
 _raised: BaseException | None = None
 _was_inside = False
+# The handlers of all signals, and those with their numbers that are written in Python, as they
+# were before the last block.
+_seen: list[Any] = []
+_written_in_python: list[tuple[int, Handler]] = []
 # All handlers that `_note` has ever replaced.
 _handlers: dict[int, Handler] = {}
 # Handlers that are still to be called, the earliest first.
@@ -195,16 +200,22 @@ def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    for number, handler in zip(_SIGNALS, map(getsignal, _SIGNALS), strict=True):
-        if callable(handler) and handler is not _note:
-            _handlers[number] = handler
-            if restarts(number):
-                _restarting.add(number)
-            # ValueError: the interpreter takes another thread for the main thread.
-            with contextlib.suppress(ValueError):
-                set_handler(number, _note)
-                if number in _restarting:
-                    siginterrupt(number, False)
+    global _seen, _written_in_python
+    seen = [*map(getsignal, _SIGNALS)]
+    # They seldom change, and to look at each takes half of the time.
+    if len(seen) != len(_seen) or not all(map(operator.is_, seen, _seen)):
+        pairs = zip(_SIGNALS, seen, strict=True)
+        python = [pair for pair in pairs if callable(pair[1]) and pair[1] is not _note]
+        _written_in_python, _seen = python, seen
+    for number, handler in _written_in_python:
+        _handlers[number] = handler
+        if restarts(number):
+            _restarting.add(number)
+        # ValueError: the interpreter takes another thread for the main thread.
+        with contextlib.suppress(ValueError):
+            set_handler(number, _note)
+            if number in _restarting:
+                siginterrupt(number, False)
 
 
 def _put_handlers_back() -> None:
