@@ -207,6 +207,8 @@ class Engine(Generic[W]):
             return self.schedule.give_up(worker, successor)
         if successor is not None:
             self.schedule.resume(worker, successor, order, death.late)
+            if (trace := self._loop_meter.trace) is not None:
+                trace.instant("restart", {"worker": str(successor), "why": death.message})
         return None
 
     def _successor(self, dead: W, place: DeathPlace, death: Death) -> W | Failure | None:

@@ -30,7 +30,7 @@ from enqueuer.backends.thread.sender import ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError
 from enqueuer.monitoring.meters import WAITING, WorkerStats, clock, worker_stats
-from enqueuer.monitoring.trace_file import TraceTarget
+from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.monitoring.usage import Usage
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
@@ -44,6 +44,8 @@ from enqueuer.workers.worker_trace import WorkerRecorder
 
 # The code of the user sees the global random states of the loop, as in a thread.
 _SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+# Number of its row in a trace: no thread of Linux has it, and that of the loop's row is the loop's.
+_ROW = 1 << 22
 _seed = functools.partial(seed_globals, is_alone=False)
 
 
@@ -81,7 +83,7 @@ class InlineWorker(ThreadSender):
             self._enter = GlobalStreams(is_alone=False).enter if plan.shards else _seed
         self._recorder: WorkerRecorder | None = None
         if trace is not None:
-            self._recorder = WorkerRecorder(trace, 0, self, in_loop=True)
+            self._recorder = WorkerRecorder(trace, 0, self, _ROW)
         self.meter.begin()
         self.meter.pause(WAITING)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from enqueuer.monitoring.trace_file import TraceTarget
+from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.workers.plan import OnError, Plan
 from enqueuer.workers.settings import Initializer
 from enqueuer.workers.sources import FunctionSource, Source

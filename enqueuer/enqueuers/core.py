@@ -26,7 +26,6 @@ from typing import TypeVar
 from enqueuer import exports
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, warn
-from enqueuer.backends.timeline import Trace
 from enqueuer.common import finalizers, interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
@@ -37,7 +36,7 @@ from enqueuer.enqueuers.workload import Workload
 from enqueuer.errors import Closed, EnqueuerWarning, InvalidState
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
-from enqueuer.monitoring.trace_file import path_of_part
+from enqueuer.monitoring.trace import Trace, path_of_part
 from enqueuer.workers.messages import Epoch, ItemTuple
 
 _log = logging.getLogger("enqueuer")
@@ -85,7 +84,7 @@ class Core:
         callbacks: Callbacks of `on_stats`.
         locks: Locks of the consumer and of the life cycle.
         owned: Backends whose workers have not all ended.
-        timeline: Recorder of events; None: nothing is recorded.
+        trace: Recorder of events; None: nothing is recorded.
         was_run: Whether a run has ended.
     """
 
@@ -96,13 +95,11 @@ class Core:
         self.callbacks: list[StatsCallback] = []
         self.locks = Locks()
         self.owned = OwnedBackends(self)
-        self.timeline: Trace | None = None
+        self.trace: Trace | None = None
         if self.options.trace is not None:
             # Each rank to its own file: they may be on machines that do not know of each other.
             path, ranks = os.fspath(self.options.trace), self.options.world_size
-            self.timeline = Trace(
-                path_of_part(path, self.options.rank, ranks) if ranks > 1 else path
-            )
+            self.trace = Trace(path_of_part(path, self.options.rank, ranks) if ranks > 1 else path)
         self.was_run = False
         self._is_starting = False
 
@@ -201,7 +198,7 @@ class Core:
             workload.options = options
             if not saved.is_loaded:
                 workload.rewind()
-            run = Run(options, workers, self.owned, self.locks, self.timeline, saved)
+            run = Run(options, workers, self.owned, self.locks, self.trace, saved)
             _started.add(self)
             run.backend = run.start_backend(workload.job(workers, first), first)
             scaling = Scaling(run, workload) if options.is_auto else None
@@ -247,10 +244,10 @@ class Core:
         except InvalidState:
             # The workers belong to another process.
             return None
-        if self.timeline is not None and not self.is_idle:
+        if self.trace is not None and not self.is_idle:
             bottleneck = final.bottleneck()
             about = {"kind": bottleneck.kind, "text": str(bottleneck)}
-            self.timeline.instant("bottleneck", about)
+            self.trace.instant("bottleneck", about)
         return final
 
     def _stop(self, seconds: float, final: Stats | None) -> None:
@@ -388,7 +385,7 @@ class Core:
         if reader is not None:
             return reader.stats()
         workers, saved = self.options.first_workers, self.saved
-        never = Run(self.options, workers, self.owned, self.locks, self.timeline, saved)
+        never = Run(self.options, workers, self.owned, self.locks, self.trace, saved)
         return never.stats(saved.epoch.number, 0)
 
     def make_callbacks(self, may_wait: bool = True) -> None:
@@ -425,8 +422,6 @@ class Core:
         if self.reader is not None:
             self.reader.leave_to_parent()
         self.locks.leave_to_parent()
-        if self.timeline is not None:
-            self.timeline.leave_to_parent()
         inherited = self.owned.leave_to_parent()
         if self.run is not None:
             self.run.backend, self.run.successor = inherited, None

@@ -31,6 +31,7 @@ from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
 from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.trace import text_of
 from enqueuer.workers.messages import Epoch, Failure, ItemTuple
 
 
@@ -116,8 +117,8 @@ class EpochReader:
         # Whether the thread that holds the lock of the run waits or takes items.
         self._is_entered = False
         run.failures.begin_epoch()
-        if run.timeline is not None:
-            run.timeline.begin(number)
+        if run.meter.trace is not None:
+            run.meter.trace.instant("epoch", {"epoch": number})
         run.backend.schedule.begin(epoch if before is None else Epoch(number, work.starts))
 
     def following(self) -> EpochReader:
@@ -164,8 +165,6 @@ class EpochReader:
             self.is_next_wanted = goes_on or self.is_followed
             if not self.has_item(None):
                 raise StopIteration
-            if run.timeline is not None:
-                run.timeline.take(self.ready)
 
     def wait_for_event_loop(self) -> None:
         """Wait until there is something to poll for; take nothing from `ready`. No lock.
@@ -184,8 +183,6 @@ class EpochReader:
         """
         run = self.run
         while True:
-            if run.timeline is not None:
-                run.timeline.take(self.ready)
             if (item := self.take()) is not None:
                 return (item[2],)
             try:
@@ -325,16 +322,11 @@ class EpochReader:
         Returns:
             The failure, if that is next; see `Engine.wait`, also for the errors.
         """
-        timeline = self.run.timeline
-        if timeline is not None:
-            timeline.ask()
         try:
             backend.acknowledge()
             self.work.feed()
             if self.is_next_wanted:
                 self._feed_next()
-            if timeline is not None:
-                return timeline.wait(backend, self._order, until)
             return backend.wait(self._order, until)
         finally:
             meter = self.run.meter
@@ -374,6 +366,10 @@ class EpochReader:
         if failure is None:
             order: Any = self._order
             return not order.done and self._keep(backend, backend.schedule.take(order))
+        if (trace := run.meter.trace) is not None:
+            about = {"worker": failure.worker, "shard": failure.shard, "item": failure.number}
+            about["error"] = text_of(failure.error)
+            trace.instant("skipped" if failure.skipped else "error", about)
         if not run.failures.skips(failure, self.work.where, self.work.origin_of):
             self.failure = self.work.with_error(failure)
         backend.schedule.pass_over(failure)
@@ -383,6 +379,10 @@ class EpochReader:
         """Keep items of the backend; return whether it is time for what `note` says."""
         # Another thread may take some as soon as they are ready.
         run, count, order = self.run, len(items), self._order
+        if run.meter.trace is not None:
+            # One at a time.
+            for shard, number, *_ in items:
+                run.meter.trace.take(shard, number, self.number, self.waiting())
         with self._ready_lock:
             # If stop() did not wait for this thread, most of them come again after its position.
             if (end := self._end) is not None:

@@ -105,8 +105,6 @@ class Queue(Generic[Batch]):
         if not block:
             deadline = time.monotonic()
         while True:
-            if (timeline := reader.run.timeline) is not None:
-                timeline.take(reader.ready)
             if (item := reader.take()) is not None:
                 return item[2]  # type: ignore[return-value]  # what the generator yielded
             if not self._asked(reader, deadline):

@@ -19,6 +19,7 @@ the code that reads from them would pull its list of workers away.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import os
@@ -33,7 +34,6 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.load import Backend, load
 from enqueuer.backends.stall import DeadlineExpired, WaitLimits
-from enqueuer.backends.timeline import Trace
 from enqueuer.common import interrupts
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
@@ -43,6 +43,7 @@ from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats, clock, top_of
 from enqueuer.monitoring.stats import Stats
+from enqueuer.monitoring.trace import Trace
 from enqueuer.workers.messages import Epoch
 
 # Seconds from the request to exit until the last worker is killed. A generator's `finally` should
@@ -208,7 +209,7 @@ class Run:
         workers: Number of workers to begin with.
         owned: Backends of the enqueuer; the run adds its own.
         locks: Locks of the enqueuer.
-        timeline: Recorder of what happens; None: nothing is recorded.
+        trace: Recorder of what happens; None: nothing is recorded.
         saved: Where it begins.
 
     Attributes:
@@ -232,17 +233,16 @@ class Run:
         workers: int,
         owned: OwnedBackends,
         locks: Locks,
-        timeline: Trace | None,
+        trace: Trace | None,
         saved: SavedPosition,
     ) -> None:
         self.options = options
         self.locks = locks
         self.owned = owned
-        self.timeline = timeline
         self.workers = workers
         self.restarts = Restarts(options.max_restarts)
         self.state = State.NEW
-        self.meter = LoopMeter()
+        self.meter = LoopMeter(trace)
         self._items_before = saved.total_items
         skipped = saved.error_count if saved.is_loaded else 0
         self.failures = FailurePolicy(options.on_error, options.max_errors, skipped)
@@ -283,17 +283,19 @@ class Run:
             StartError: They could not be started; none is left.
         """
         self._job = job
-        name, timeline = self.options.backend_name, self.timeline
-        if timeline is not None:
-            job = timeline.open(name, job, self.restarts, self.meter)
+        name, trace = self.options.backend_name, self.meter.trace
+        if trace is not None:
+            about = {"backend": name, "start_method": job.start_method, "workers": job.workers}
+            about |= {"shards": len(job.own), "max_queue_size": job.max_queue_size}
+            job = dataclasses.replace(job, trace=trace.open(about))
         try:
             backend = load(name, job, self.restarts, self.meter)
         except BaseException:
-            if timeline is not None:
-                timeline.leave()
+            if trace is not None:
+                trace.leave()
             raise
-        if timeline is not None:
-            backend.at_end = timeline.leave
+        if trace is not None:
+            backend.at_end = trace.leave
         self.copies = None
         if name != "thread" and job.workers:
             self.copies = Copies(job.source)
@@ -403,15 +405,13 @@ class Run:
 
     def _record_change(self) -> None:
         """Record the number of workers in the timeline."""
-        if self.timeline is not None:
-            self.timeline.instant("reconfigured", {"workers": self.workers})
+        if self.meter.trace is not None:
+            self.meter.trace.instant("reconfigured", {"workers": self.workers})
 
     # --- the end ---
 
     def close(self) -> None:
         """Ask the workers to exit, and wake the consumer."""
-        if self.timeline is not None:
-            self.timeline.closing()
         self.backend.close()
 
     # --- what was measured ---

@@ -24,6 +24,7 @@ from typing import Any
 
 from enqueuer.common.text import ratio
 from enqueuer.monitoring import usage
+from enqueuer.monitoring.trace import Trace
 
 # The same in all processes of a machine.
 clock = time.monotonic_ns
@@ -102,7 +103,11 @@ class LoopMeter:
 
     One thread at a time writes it, any may read.
 
+    Args:
+        trace: Recorder of the waits; None: nothing is recorded.
+
     Attributes:
+        trace: The same.
         began: Time at which the workers were started.
         cpu_s: CPU time that this process had used then.
         first: Time at which the first batch was there; 0 before that.
@@ -119,7 +124,8 @@ class LoopMeter:
         taken: Number of items that came from the workers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.trace = trace
         self.began = clock()
         self.cpu_s = time.process_time()
         self.first = 0
@@ -164,6 +170,8 @@ class LoopMeter:
             has_read: Whether the loop has read an element itself, instead of sleeping.
         """
         waited, worker = clock() - self.since, self.worker
+        if self.trace is not None:
+            self.trace.waited("read" if has_read else "wait", self.since, worker)
         self.since = 0
         if not self.first:
             self.first_wait += waited
@@ -180,6 +188,8 @@ class LoopMeter:
         """Note the end of an epoch; the time until the next one is idle."""
         if self.first and not self.ended:
             self.ended, self._cpu_s_at_end = clock(), time.process_time()
+            if self.trace is not None:
+                self.trace.end_work()
 
     def epoch_began(self) -> None:
         """Note the begin of the next epoch; repeating it is harmless."""

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from enqueuer.errors import StartError
-from enqueuer.monitoring.trace_file import TraceTarget
+from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.workers import logs
 from enqueuer.workers.plan import OnError, Plan, Watch, serve_failure
 from enqueuer.workers.shards import FRAMEWORKS, GlobalStreams, TaskSeeds

@@ -408,7 +408,7 @@ def test_the_trace_has_a_row_for_the_worker(tmp_path):
             time.sleep(0.002)  # not the work of the worker
     events = json.loads(path.read_text())
     rows = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    assert list(rows) == ["loop", "worker 0 (the loop's own thread)"]
+    assert list(rows) == ["the loop", "worker 0"]
     made = [e for e in events if e["name"] == "next" and e["tid"] == rows[list(rows)[1]]]
     assert len(made) == 12  # the items and the ends of two shards
     assert max(e["dur"] for e in made[1:]) < 2000

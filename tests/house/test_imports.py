@@ -78,7 +78,7 @@ INNER = {
     ("enqueuers.enqueuer", "enqueuer"),
     ("common.checks", "difflib"),
     ("common.extras", "importlib"),
-    ("monitoring.trace_file", "json"),
+    ("monitoring.trace", "json"),
     ("transport.culprit", "enqueuer"),
     ("transport.errors", "enqueuer"),
     ("transport.item_codec", "enqueuer"),

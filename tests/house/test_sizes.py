@@ -14,10 +14,10 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21016
-MOST_TOKENS = 179905
-MOST_FILES = 133
-MOST_FORWARDING_METHODS = 21
+MOST_CODE_LINES = 20849
+MOST_TOKENS = 178558
+MOST_FILES = 132
+MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
 MOST_FILES_ABOUT_HANDLERS = 13
 

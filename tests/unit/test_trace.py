@@ -1,4 +1,4 @@
-"""The file of a timeline, and the writers that may still write to it."""
+"""The file of a timeline, and its rows, which may still write to it."""
 
 import json
 import os
@@ -7,58 +7,79 @@ import signal
 import pytest
 
 from enqueuer.common import text
-from enqueuer.monitoring import trace_file
+from enqueuer.monitoring import trace
 
 
 @pytest.fixture
 def place(tmp_path):
-    return trace_file.begin(str(tmp_path / "run.json"), last=None)
+    return trace.begin(str(tmp_path / "run.json"), last=None)
+
+
+def row(place):
+    """Return a row that does not give the process its name."""
+    return trace.Row(place, 1, "row", 0)
 
 
 def events(place):
+    """Return what was recorded, but for the names."""
     with open(place.path) as file:
-        return json.load(file)[1:]
+        return [event for event in json.load(file) if event["ph"] != "M"]
 
 
 def test_what_several_write_is_one_list(place):
-    writers = [trace_file.Track(place, 1) for _ in range(3)]
+    writers = [row(place) for _ in range(3)]
     for number in range(300):
-        writers[number % 3].instant(str(number), number)
+        writers[number % 3].instant(str(number), {})
         if number % 7 == 0:
             writers[number % 3].flush()
     for writer in writers[1:]:
         writer.close()
-    writers[0].end(0)
-    writers[0].close()
+    writers[0].end()
     names = [event["name"] for event in events(place)]
     assert sorted(names[:-1], key=int) == [str(number) for number in range(300)]
     assert names[-1] == "end"
 
 
-def test_what_comes_half_a_second_later_is_written_at_once(place):
-    writer = trace_file.Track(place, 1)
-    writer.instant("0", 0)
+def test_spans_lie_beside_each_other_also_if_one_was_told_late(place, monkeypatch):
+    times = iter([1000, *range(5000, 9000)])
+    monkeypatch.setattr(trace, "clock", lambda: next(times))
+    writer = row(place)
+    for until in (3000, 2000, 4000):
+        writer.spent("work", {"until": until}, until)
+    writer.spent("nothing", None, 5000)
+    writer.spent("wait", {}, 6000)
+    writer.end()
+    spans = [(event["name"], event["ts"], event["dur"]) for event in events(place)[:-1]]
+    assert spans == [("work", 1, 2), ("work", 3, 0), ("work", 3, 1), ("wait", 5, 1)]
+
+
+def test_what_comes_half_a_second_later_is_written_at_once(place, monkeypatch):
+    now = 0
+    monkeypatch.setattr(trace, "clock", lambda: now)
+    writer = row(place)
+    writer.instant("0", {})
     begun = os.path.getsize(place.path)
-    writer.instant("1", trace_file.FLUSH_NS)
+    now = trace.FLUSH_NS
+    writer.instant("1", {})
     assert os.path.getsize(place.path) == begun
-    writer.instant("2", trace_file.FLUSH_NS + 1)
+    now += 1
+    writer.instant("2", {})
     assert os.path.getsize(place.path) > begun
     writer.close()
 
 
 def test_nothing_comes_after_the_end(place):
-    late, writer = trace_file.Track(place, 1), trace_file.Track(place, 1)
+    late, writer = row(place), row(place)
     # As by a thread that hangs and continues after the stop.
-    late.instant("late", 0)
-    writer.end(0)
-    writer.close()
+    late.instant("late", {})
+    writer.end()
     late.close()
     assert [event["name"] for event in events(place)] == ["end"]
 
 
 def test_a_forked_copy_writes_nothing(place):
-    writer = trace_file.Track(place, 1)
-    writer.instant("once", 0)
+    writer = row(place)
+    writer.instant("once", {})
     pid = os.fork()
     if pid == 0:
         try:
@@ -68,19 +89,18 @@ def test_a_forked_copy_writes_nothing(place):
         finally:
             os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    writer.end(0)
-    writer.close()
+    writer.end()
     assert [event["name"] for event in events(place)] == ["once", "end"]
 
 
-def test_another_file_of_the_same_name_is_left_alone(place):
-    writer = trace_file.Track(place, 1)
+def test_another_file_of_the_same_name_is_left_alone(place, caplog):
+    writer = row(place)
     writer.close()
-    other = trace_file.begin(place.path, last=None)
+    other = trace.begin(place.path, last=None)
     assert other.file != place.file or other == place
-    stranger = trace_file.Track(trace_file.TraceTarget(place.path, (0, 0), 0, os.getpid()), 1)
-    assert stranger.trouble is not None
-    stranger.instant("0", 0)
+    stranger = row(trace.TraceTarget(place.path, (0, 0), os.getpid()))
+    assert "another file has taken its name" in caplog.text
+    stranger.instant("0", {})
     stranger.close()
     with open(place.path) as file:
         assert len(file.readlines()) == 2
@@ -89,10 +109,8 @@ def test_another_file_of_the_same_name_is_left_alone(place):
 def test_a_file_that_another_program_has_ended_is_begun_anew(place):
     with open(place.path, "a") as file:
         file.write("{torn")
-    again = trace_file.begin(place.path, last=place)
-    writer = trace_file.Track(again, 1)
-    writer.end(0)
-    writer.close()
+    again = trace.begin(place.path, last=place)
+    row(again).end()
     assert [event["name"] for event in events(again)] == ["end"]
 
 
@@ -101,11 +119,20 @@ def test_an_error_whose_text_fails_has_a_name():
         def __repr__(self):
             raise RuntimeError
 
-    assert trace_file.text_of(Silent()) == "(its text is not available)"
-    assert trace_file.text_of(ValueError("x" * 1000)).endswith("x...")
+    assert trace.text_of(Silent()) == "(its text is not available)"
+    assert trace.text_of(ValueError("x" * 1000)).endswith("x...")
 
 
-@pytest.mark.parametrize("text_of", [trace_file.text_of, text.str_of])
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT raise; a shell has it ignored in what it starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("text_of", [trace.text_of, text.str_of])
 def test_ctrl_c_while_an_error_gives_its_text_is_not_lost(text_of):
     class Slow(Exception):
         def __str__(self):

@@ -32,7 +32,7 @@ from enqueuer.common import interrupts
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
-from enqueuer.monitoring.trace_file import TraceTarget
+from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
 from enqueuer.workers.messages import Ticket
 from enqueuer.workers.plan import Plan
