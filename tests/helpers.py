@@ -428,14 +428,24 @@ def check_prompt(seconds, limit):
 
 
 def retry_if_disturbed(test):
-    """Run a test up to five times while it is disturbed; what is wrong is so each time."""
+    """Run a test up to five times while it is disturbed; what is wrong is so each time.
+
+    Where more programs want to run than there are CPUs, the test is skipped then.
+    """
+
+    import pytest  # as above
 
     @functools.wraps(test)
     def run(*args, **kwargs):
         for _ in range(4):
             with contextlib.suppress(Disturbed):
                 return test(*args, **kwargs)
-        return test(*args, **kwargs)
+        try:
+            return test(*args, **kwargs)
+        except Disturbed as error:
+            if os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
+                pytest.skip(f"other programs disturb it: {error}")
+            raise
 
     return run
 

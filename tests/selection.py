@@ -2,7 +2,7 @@
 
 The quick suite holds most promises once on threads, processes and Ray, and those about starts and
 ends by each start method. It leaves out what is marked `thorough`, as it takes more than a second;
-of processes only, if the mark says so. And it leaves out repetitions: further parameters of tests
+if the mark says "processes", the first parameters without them run. And it leaves out repetitions: further parameters of tests
 with processes, fork and spawn beyond starts and ends, and the portable path beyond what the
 transport itself promises.
 
@@ -129,11 +129,12 @@ def _quick(items: list[pytest.Item]) -> list[pytest.Item]:
         thorough = item.get_closest_marker("thorough")
         if thorough is not None and (not thorough.args or _is_of_processes(item)):
             continue
+        is_once = thorough is not None or item.get_closest_marker("repeats") is not None
         if _is_portable(item) and item.path.name not in _PORTABLE_QUICK:
             continue
         if (_is_spawn(item) or _is_fork(item)) and not _is_about_starts(item):
             continue
-        if item.get_closest_marker("repeats") is not None or _is_of_processes(item):
+        if is_once or _is_of_processes(item):
             once = _function_and_backend(item)
         else:
             once = (item.nodeid, "")

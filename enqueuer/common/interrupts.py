@@ -62,9 +62,10 @@ is_held = False
 # whether it struck the code that was called.
 _raised: BaseException | None = None
 _was_inside = False
-# The handlers of all signals, and those with their numbers that are written in Python, as they
-# were before the last block.
+# The handlers of all signals before the last block, and in it; and those with their numbers that
+# are written in Python.
 _seen: list[Any] = []
+_replaced: list[Any] = []
 _written_in_python: list[tuple[int, Handler]] = []
 # All handlers that `_note` has ever replaced.
 _handlers: dict[int, Handler] = {}
@@ -200,13 +201,16 @@ def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 
 def _replace_handlers() -> None:
-    global _seen, _written_in_python
+    global _seen, _replaced, _written_in_python
     seen = [*map(getsignal, _SIGNALS)]
+    if _are_same(seen, _replaced):
+        return
     # They seldom change, and to look at each takes half of the time.
-    if len(seen) != len(_seen) or not all(map(operator.is_, seen, _seen)):
+    if not _are_same(seen, _seen):
         pairs = zip(_SIGNALS, seen, strict=True)
         python = [pair for pair in pairs if callable(pair[1]) and pair[1] is not _note]
-        _written_in_python, _seen = python, seen
+        replaced = [_note if callable(handler) else handler for handler in seen]
+        _written_in_python, _replaced, _seen = python, replaced, seen
     for number, handler in _written_in_python:
         _handlers[number] = handler
         if restarts(number):
@@ -216,6 +220,10 @@ def _replace_handlers() -> None:
             set_handler(number, _note)
             if number in _restarting:
                 siginterrupt(number, False)
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _put_handlers_back() -> None:

@@ -282,7 +282,7 @@ def test_the_length_is_that_of_the_enqueuer(kind):
     assert kind(GeneratorEnqueuer(twelve))
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("taken", [0, 5, 12])
 @pytest.mark.parametrize("steps", [None, 8])
 def test_a_position_is_what_the_loop_was_given(kind, taken, steps):

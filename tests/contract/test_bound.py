@@ -41,7 +41,7 @@ class Counter:
 FORK_OR_THREAD = without("process-spawn", "process-forkserver", "process-fork-portable")
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (1, 10), (3, 10), (3, 2), (4, 1)])
 @pytest.mark.parametrize("options", FORK_OR_THREAD)

@@ -177,7 +177,7 @@ def test_small_items_of_any_kind_are_compared(source):
             assert list(enqueuer)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("source", QUIET)
 def test_no_warning_for_items_that_may_be_alike(backend, source, no_warnings):
     with GeneratorEnqueuer(source, workers=2, **backend) as enqueuer:

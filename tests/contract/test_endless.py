@@ -90,7 +90,7 @@ def test_a_loop_over_one_epoch_begins_no_other(backend):
         assert len([*itertools.islice(enqueuer.get(), 8)]) == 8
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("max_queue_size", [1, 4, 30])
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("batch_size", [None, 3])
@@ -159,7 +159,7 @@ def test_a_resumed_loop_goes_on_with_the_very_next_batch(backend):
             assert list(itertools.islice(later.get(), 12 - taken)) == found[taken:]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.ahead
 def test_stop_drops_the_next_epoch(gated, tmp_path):
     enqueuer, batches = gated

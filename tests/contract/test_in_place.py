@@ -41,7 +41,7 @@ def is_full_of(number, nest):
     return (nest == number).all() or (nest == np.arange(5000)).all()
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.writes
 @pytest.mark.parametrize("source", [made, nested])
 def test_the_same_batches_arrive_on_every_backend(backend, source):

@@ -183,7 +183,7 @@ def cut(weights, order, scale):
     return mix({name: parts[name] for name in order}, given, at_end="continue")
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("weights", SHAPES, ids=str)
 @pytest.mark.parametrize("order", ["abc", "cab", "bca"])
 @pytest.mark.parametrize("scale", [1, 1 / 3, 0.1])

@@ -202,7 +202,7 @@ def read(enqueuer, epochs):
     return found, states
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @DRAWN
 @pytest.mark.parametrize("max_queue_size", [1, 4, 30])
 @pytest.mark.parametrize("epochs", [4, math.inf])
@@ -212,7 +212,7 @@ def test_epochs_and_states_are_those_without_the_option(make, epochs, max_queue_
     assert read(make(**options), 4) == without
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @DRAWN
 def test_a_resumed_loop_goes_on_with_the_very_next_batch(make, backend):
     found, states = read(make(), 4)

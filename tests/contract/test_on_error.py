@@ -120,7 +120,7 @@ class Stubborn:
         self.at = state["at"]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("source", [Failing(2, bad, shard=1), Stubborn])
 def test_what_was_put_in_its_place_does_not_come_again(backend, source):
     """The state after it says so: what raised is over, though it is run again."""

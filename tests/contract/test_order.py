@@ -22,7 +22,7 @@ def serial(function, shards, seed, epochs):
     return batches
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_batches_are_the_same_for_any_number_of_workers(backend, workers):
     with GeneratorEnqueuer(

@@ -138,7 +138,7 @@ def test_a_change_by_code_that_runs_in_the_wait_is_refused(backend, whole, monke
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.local
 @pytest.mark.parametrize("wait", range(4))
 def test_a_signal_handler_may_reconfigure_within_a_reconfigure(backend, whole, monkeypatch, wait):

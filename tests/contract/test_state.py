@@ -41,7 +41,7 @@ def saved_after(count, **options):
         return json.loads(json.dumps(enqueuer.state_dict()))
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("count", [0, 1, 4, 11, 14, 15, 17])
 def test_the_rest_is_what_it_would_have_been(backend, whole, count):
     state = saved_after(count, workers=2, **backend)
@@ -120,7 +120,7 @@ def test_what_is_no_state_is_refused(state):
         make().load_state_dict(state)
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize(
     "change",
     [
@@ -381,7 +381,7 @@ def test_states_with_tensors_are_resumed_between_epochs():
         assert [list(later), list(later)] == [[1, 2, 3], [1, 2, 3]]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("count", range(8))
 def test_a_source_that_counts_its_epochs_goes_on_after_the_end_of_one(make, count):

@@ -193,7 +193,7 @@ def test_get_before_start_is_an_error():
     assert enqueuer.queue.qsize() == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 def test_use_after_stop_is_an_error(backend):
     enqueuer = GeneratorEnqueuer(counting, **backend)
     with enqueuer:

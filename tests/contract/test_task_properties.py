@@ -109,7 +109,7 @@ def test_saved_anywhere_and_loaded_elsewhere_it_is_the_serial_loop(backend, shap
     assert seen == everything
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @settings(KWARGS, max_examples=10)
 @given(shape=shapes(), workers=st.integers(1, 3), skip=st.integers(2, 5))
 def test_out_of_order_and_with_errors_each_result_comes_once(backend, shape, workers, skip):

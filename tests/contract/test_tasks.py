@@ -720,7 +720,7 @@ def test_a_task_is_done_again_by_replay(backend):
 # --- state ---
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("count", [0, 1, 9, 18, 30])
 def test_a_state_is_resumed_elsewhere(backend, whole, count):
     with make(shuffle=True, workers=2, **backend) as enqueuer:
@@ -819,7 +819,7 @@ def test_a_state_of_something_else_is_refused(options, says):
 # --- ranks ---
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 # Of 3 elements, one rank of 4 has none.
 @pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")
 @pytest.mark.parametrize(("count", "world_size"), [(24, 2), (23, 2), (23, 4), (3, 4)])
@@ -939,7 +939,7 @@ def test_a_sequence_may_have_keys():
     assert list(OrderedEnqueuer(RowsWithKeys())) == ["a", "b"]
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "says"),
     [

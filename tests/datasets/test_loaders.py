@@ -95,7 +95,7 @@ def decoded(monkeypatch):
     return sizes
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize(
     ("size", "scale"), [(300, 1), (151, 1), (150, 2), (75, 4), ((37, 50), 8), ((5, 300), 1), (1, 8)]
 )

@@ -139,7 +139,7 @@ def test_demo_of_a_seed_is_the_same_training_with_any_workers(program: Program) 
         options = ["--epochs", "1", "--workers", str(workers), "--backend", "thread"]
         code, output, errors = program.run("demo", *options, "--seed", seed)
         assert code == 0, errors
-        assert "1 epoch," in output and f"({workers} thread" in output
+        assert "1 epoch," in output and f"{workers} thread" in output
         return output.splitlines()[0]
 
     first, again, another = result("1", 1), result("1", 2), result("2", 1)

@@ -55,7 +55,7 @@ UNGUARDED = """
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("how", ["file", "stdin", "-c"])
 def test_a_script_needs_no_guard_and_its_classes_come_back(options, how, tmp_path):
     text = UNGUARDED.replace("OPTIONS", options)

@@ -21,7 +21,7 @@ def test_every_error_pickles(kind):
     assert str(copy) == "what, where, what to do"
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("kind", ERRORS)
 def test_every_error_is_made_by_its_new(kind):
     """`tblib`, which `ray` and others may load, unpickles exceptions so."""

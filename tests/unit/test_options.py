@@ -112,7 +112,7 @@ def test_the_package_can_be_imported_without_docstrings():
 # --- names that are no options ---
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("made", MAKERS, ids=lambda made: made.__name__)
 @pytest.mark.parametrize(
     ("name", "says"),
