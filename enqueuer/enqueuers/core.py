@@ -206,7 +206,7 @@ class Core:
             for callback in self.callbacks:
                 callback.begin_run()
             # The workers begin at once. An iterable may keep this waiting forever.
-            interrupts.interruptible(self.reader.feed)
+            self.reader.feed()
             self.saved = dataclasses.replace(saved, is_loaded=False)
             run.move(State.RUNNING)
         except BaseException:

@@ -284,7 +284,8 @@ def test_a_handler_may_call_an_enqueuer_that_starts(action, backend):
     before, is_stopped = census(), False
     counted = Strike(None, action=print)
     start_and_act(ask, backend, counted)
-    for nth in range(0, counted.places, EVERY or counted.places // 6):
+    few = counted.places // 6
+    for nth in range(0, counted.places, min(EVERY or few, few)):
         strike = Strike(nth, action=print)
         with limited():
             is_stopped |= start_and_act(action, backend, strike)
