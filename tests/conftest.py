@@ -301,6 +301,12 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
 
 
+def pytest_sessionfinish(session, exitstatus):
+    """Let a run be a success whose files have no test in the part of `ENQUEUER_PART`."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and "ENQUEUER_PART" in os.environ:
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_report_teststatus(report):
     """Name a test when it fails, not only at the end of the run."""
     if report.failed:
