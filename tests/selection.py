@@ -2,9 +2,9 @@
 
 The quick suite holds most promises once on threads, processes and Ray, and those about starts and
 ends by each start method. It leaves out what is marked `thorough`, as it takes more than a second;
-if the mark says "processes", the first parameters without them run. And it leaves out repetitions: further parameters of tests
-with processes, fork and spawn beyond starts and ends, and the portable path beyond what the
-transport itself promises.
+if the mark says "processes", the first parameters without them run. It leaves out repetitions, too:
+further parameters of tests with processes, fork and spawn beyond starts and ends, and the portable
+path beyond what the transport itself promises.
 
 `ENQUEUER_TESTS=all` runs everything, and so do `ENQUEUER_INTERRUPTS` and `ENQUEUER_POSITIONS`;
 `ENQUEUER_TESTS=rest` runs what the quick suite left out, but not what repeats itself by spawn,

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -411,7 +412,8 @@ def test_the_trace_has_a_row_for_the_worker(tmp_path):
     assert list(rows) == ["the loop", "worker 0"]
     made = [e for e in events if e["name"] == "next" and e["tid"] == rows[list(rows)[1]]]
     assert len(made) == 12  # the items and the ends of two shards
-    assert max(e["dur"] for e in made[1:]) < 2000
+    # Of most: another program may hold one of them up.
+    assert statistics.median(e["dur"] for e in made) < 2000
 
 
 def test_adapters_start_no_thread():
