@@ -121,17 +121,15 @@ def turns(
             enter = do_nothing
         # Those of shards that have ended are passed over.
         following = filter(None, map(streams.get, itertools.cycle(tuple(streams))))
-        entered, has_sent = None, True
+        has_sent = True
         while streams:
             # Without an item it is still its turn, as if that had been None.
             if has_sent:
                 stream = next(following)
-            if stream is not entered or one_by_one:
-                entered = stream
-                enter(stream.shard)
+            enter(stream.shard)
             has_sent = True
             try:
-                has_more = stream.advance(sender)
+                has_more = stream.advance(sender, alone=len(streams) == 1 and not one_by_one)
             except BaseException as error:
                 # Our Closed means that the consumer left; the user's code may raise one, too.
                 if isinstance(error, Closed) and not stream.in_user_code:
@@ -139,6 +137,7 @@ def turns(
                 goes_on, has_sent = _send_failure(stream, error, sender, plan.on_error)
                 if not goes_on:
                     return
+                # A generator that raised has ended.
                 has_more = not stream.in_user_code or stream.goes_on or stream.can_go_on()
                 stream.number += 1
             if not has_more:
@@ -308,13 +307,19 @@ class ShardStream:
         if self._start.state is None and self._late is None:
             self._open()
 
-    def advance(self, sender: Sender) -> bool:
-        """Send the next item that is not None; return whether there may be more."""
+    def advance(self, sender: Sender, alone: bool) -> bool:
+        """Send the next item that is not None, or all of them; return whether there may be more.
+
+        Args:
+            sender: Sender of the item.
+            alone: Whether there is no other shard whose turn is next.
+        """
         self.in_user_code = True
         items = self._items if self._items is not None else self._open()
         if self.number < self._start.number:
             self._replay(items, sender)
-        stateful = self._stateful
+        index, number, stateful = self.shard.index, self.number, self._stateful
+        reports = self._reports
         while True:
             try:
                 value = next(items)
@@ -327,15 +332,19 @@ class ShardStream:
                 return False
             state = None if stateful is None else stateful.state_dict()
             self.in_user_code = False
-            if self._reports:
+            if reports:
                 self.send_reports(sender)
             if value is not None:
-                sender.send_item(self.shard.index, self.number, value, state)
-                self.number += 1
-                return True
-            self.number += 1
-            # Otherwise a source that yields only None could not be stopped.
-            sender.check()
+                sender.send_item(index, number, value, state)
+                self.number = number = number + 1
+                if not alone:
+                    return True
+                # Otherwise the item would live on while next() makes the following one.
+                del value
+            else:
+                self.number = number = number + 1
+                # Otherwise a source that yields only None could not be stopped.
+                sender.check()
             self.in_user_code = True
 
     def send_reports(self, sender: Sender) -> None:
