@@ -359,7 +359,9 @@ class ItemReceiver:
             try:
                 value = self._load(kind, body, table)
             except BlockMemoryError as error:
-                self._trouble = error
+                # The frames of its traceback have views of memory, which the garbage collector
+                # cannot free in a cycle, and the enqueuer would never be collected.
+                self._trouble = error.with_traceback(None)
                 break
             except Exception as error:
                 text = f"an item arrived, but could not be loaded here: {error!r}"
@@ -393,7 +395,7 @@ class ItemReceiver:
         try:
             data, buffers = self._open(body, table)
         except BlockMemoryError as error:
-            return Failure(shard, number, error)
+            return Failure(shard, number, error.with_traceback(None))
         message: End | Failure | Empty = with_decoded_error(item_codec.decode(data, buffers))
         return message
 
