@@ -58,6 +58,8 @@ class _SigAction(ctypes.Structure):
 
 # Only the main thread changes these.
 is_held = False
+# Whether a block has begun and not ended, also while it is interruptible.
+_is_open = False
 # The exception of a handler that ended an `interruptible` call of the present `held()` block, and
 # whether it struck the code that was called.
 _raised: BaseException | None = None
@@ -86,11 +88,15 @@ def held() -> Iterator[None]:
 
     Blocks may be nested: the outermost one counts. Outside the main thread it does nothing.
     """
-    global is_held, _raised
+    global is_held, _is_open, _raised
     if is_held or not is_main_thread():
         yield
         return
+    # Within an `interruptible` call handlers stay replaced, or `is_of_handler` would not know what
+    # they raise.
+    is_inner = _is_open
     try:
+        _is_open = True
         _replace_handlers()
         is_held = True
         yield
@@ -98,17 +104,20 @@ def held() -> Iterator[None]:
         # From here on `_note` calls the handlers at once.
         is_held = False
         try:
-            _put_handlers_back()
+            if not is_inner:
+                _put_handlers_back()
         except BaseException:
             # A handler that is back in its place already has raised it.
             _put_handlers_back()
             raise
         finally:
+            _is_open = is_inner
             try:
                 _call_noted()
             finally:
-                # Its traceback would keep what it refers to.
-                _raised = None
+                if not is_inner:
+                    # Its traceback would keep what it refers to.
+                    _raised = None
 
 
 def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -258,8 +267,8 @@ def _call_noted() -> None:
 
 def _forget() -> None:
     """Forget, in a forked child, the parent's block: it does not end here."""
-    global is_held
-    is_held = False
+    global is_held, _is_open
+    is_held = _is_open = False
     noted.clear()
     _put_handlers_back()
 

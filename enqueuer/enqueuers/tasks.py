@@ -133,14 +133,17 @@ class ElementReader:
             Ticket(number, self._epoch, part) for number, part in zip(numbers, parts, strict=True)
         ]
 
+    def _read_from(self, more: Iterable[Any]) -> None:
+        """Read elements; an interrupt loses nothing that was read before it."""
+        self._runs = True
+        self._read.extend(more)
+        self._runs = False
+
     def _next_read(self, number: int) -> list[Ticket]:
         """Read the next batch, with the elements of other ranks; return a ticket for our own."""
         reading, size = self._reading, self._size
         more = itertools.islice(self._numbered, size * reading.world_size - len(self._read))
-        self._runs = True
-        # An interrupt loses nothing that was read before it.
-        interrupts.interruptible(self._read.extend, more)
-        self._runs = False
+        interrupts.interruptible(self._read_from, more)
         there = [pair for pair in self._read if pair is not None]
         if reading.drop_last:
             there = there[: len(there) - len(there) % reading.world_size]
