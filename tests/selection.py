@@ -28,6 +28,7 @@ if _CHOICE not in ("quick", "rest", "all"):
     raise pytest.UsageError(f"ENQUEUER_TESTS must be 'quick', 'rest' or 'all', got {_CHOICE!r}")
 # Which part, from 1, of how many.
 _PART, _PARTS = map(int, os.environ.get("ENQUEUER_PART", "1/1").split("/"))
+IS_PART = _PARTS > 1
 if not 1 <= _PART <= _PARTS:
     raise pytest.UsageError(f"ENQUEUER_PART must be '1/3', say, got {_PART}/{_PARTS}")
 _IS_RAY = bool(os.environ.get("ENQUEUER_RAY"))
