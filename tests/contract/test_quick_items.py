@@ -174,14 +174,15 @@ def test_a_position_counts_items_of_none(taken):
         assert list(resumed) == expected[taken:]
 
 
-def test_a_report_comes_before_the_next_item():
-    def source(shard):
-        for number in range(COUNT):
-            if number == AT:
-                shard.report(ValueError("spoilt"), log=False)
-            yield number
+def reporting_once(shard):
+    for number in range(COUNT):
+        if number == AT:
+            shard.report(ValueError("spoilt"), log=False)
+        yield number
 
-    with GeneratorEnqueuer(source, max_queue_size=2 * COUNT) as enqueuer:
+
+def test_a_report_comes_before_the_next_item():
+    with GeneratorEnqueuer(reporting_once, max_queue_size=2 * COUNT) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == COUNT)
         counts = [(number, enqueuer.error_count) for number in enqueuer]
     assert counts == [(number, int(number >= AT)) for number in range(COUNT)]
@@ -217,16 +218,10 @@ def test_threads_of_a_generator_may_report():
 
 
 def test_a_report_beyond_max_errors_is_raised_at_its_place():
-    def source(shard):
-        for number in range(COUNT):
-            if number == AT:
-                shard.report(ValueError("spoilt"), log=False)
-            yield number
-
     seen = []
     with (
         pytest.raises(ValueError, match="spoilt") as raised,
-        GeneratorEnqueuer(source, max_queue_size=2 * COUNT, max_errors=0) as enqueuer,
+        GeneratorEnqueuer(reporting_once, max_queue_size=2 * COUNT, max_errors=0) as enqueuer,
     ):
         wait_until(lambda: enqueuer.queue.qsize() == COUNT)
         seen.extend(enqueuer)

@@ -456,29 +456,21 @@ def test_a_full_socket_makes_the_worker_wait(open_channel):
     channel.join()
 
 
-def test_credit_that_finds_the_socket_full_is_owed(open_channel):
+@pytest.mark.parametrize("again", ["grant", "settle"])
+def test_credit_that_finds_the_socket_full_is_owed_and_sent_once_it_can_be(open_channel, again):
     channel = open_channel(items=1)
     channel.worker.send_item(0, 0, "a")
     channel.consumer.control.packets.send = lambda *args, **options: False
     assert channel.take() == Item(0, 0, "a")
     channel.consumer.grant(room=1)
     assert channel.consumer.is_owing
-    del channel.consumer.control.packets.send
-    channel.consumer.grant(room=1)
-    assert not channel.consumer.is_owing
-    channel.worker.send_item(0, 1, "b")
-    assert channel.take() == Item(0, 1, "b")
-
-
-def test_what_is_owed_is_sent_once_it_can_be(open_channel):
-    channel = open_channel(items=1)
-    channel.worker.send_item(0, 0, "a")
-    channel.consumer.control.packets.send = lambda *args, **options: False
-    assert channel.take() == Item(0, 0, "a")
-    channel.consumer.grant(room=1)
     assert channel.consumer.settle()
     del channel.consumer.control.packets.send
-    assert not channel.consumer.settle()
+    if again == "grant":
+        channel.consumer.grant(room=1)
+    else:
+        assert not channel.consumer.settle()
+    assert not channel.consumer.is_owing
     channel.worker.send_item(0, 1, "b")
     assert channel.take() == Item(0, 1, "b")
 
