@@ -60,10 +60,8 @@ class _SigAction(ctypes.Structure):
 is_held = False
 # Whether a block has begun and not ended, also while it is interruptible.
 _is_open = False
-# The exception of a handler that ended an `interruptible` call of the present `held()` block, and
-# whether it struck the code that was called.
+# The exception of a handler that ended an `interruptible` call of the present `held()` block.
 _raised: BaseException | None = None
-_was_inside = False
 # The handlers of all signals before the last block, and in it; and those with their numbers that
 # are written in Python.
 _seen: list[Any] = []
@@ -141,14 +139,9 @@ def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
             is_held = True
 
 
-def is_of_handler(error: BaseException, inside: bool = False) -> bool:
-    """Return whether a signal handler has raised this in an `interruptible` call, not its code.
-
-    Args:
-        error: The exception.
-        inside: Whether it must have struck while that code ran, and not before or after it.
-    """
-    return error is _raised and is_main_thread() and (_was_inside or not inside)
+def is_of_handler(error: BaseException) -> bool:
+    """Return whether a signal handler has raised this in an `interruptible` call, not its code."""
+    return error is _raised and is_main_thread()
 
 
 @contextlib.contextmanager
@@ -200,12 +193,11 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def _call(handler: Handler, number: int, frame: FrameType | None) -> None:
-    global _raised, _was_inside
+    global _raised
     try:
         handler(number, frame)
     except BaseException as error:
-        # Python tells a handler which frame it has struck.
-        _raised, _was_inside = error, frame is not None and frame.f_globals is not globals()
+        _raised = error
         raise
 
 

@@ -296,14 +296,11 @@ class TaskEpoch(EpochWork):
 
     def _has_failed(self, error: BaseException) -> bool:
         """Return whether the source has failed, which is noted; else the error is to be raised."""
-        is_of_handler = interrupts.is_of_handler(error)
-        if is_of_handler and not interrupts.is_of_handler(error, inside=True):
-            return False
         if self._reader is not None and self._reader.has_failed:
             self._fail(Failure(-1, self.number, error))
             return isinstance(error, Exception)
         # Ctrl-C, for example.
-        if is_of_handler or not isinstance(error, Exception):
+        if interrupts.is_of_handler(error) or not isinstance(error, Exception):
             return False
         self._fail(Failure(-1, self.number, error))
         return True
