@@ -124,7 +124,7 @@ class Packets:
                 # Raised once, before the last packets of a dead sender, which can still be read.
                 continue
             if data:
-                self._keep(data, _descriptors_in(ancillary))
+                self._keep(data, _descriptors_in(ancillary) if ancillary else [])
             else:
                 self.ended = True
 

@@ -127,10 +127,10 @@ class ReceiverControl:
                 f"{self._name} sent packet {sequence}, but {self._sequence} was due"
             )
         self._sequence += 1
-        body = data[PACKET.size :]
         if kind <= _MESSAGE:
-            self._keep(kind, body)
+            self._keep(kind, data)
             return
+        body = data[PACKET.size :]
         match kind:
             case Kind.READY:
                 self.is_ready = True
@@ -145,10 +145,10 @@ class ReceiverControl:
             case _:
                 raise TransportError(f"{self._name} sent a packet of kind {kind}")
 
-    def _keep(self, kind: int, body: bytes) -> None:
-        """Keep a frame until it is taken."""
+    def _keep(self, kind: int, data: bytes) -> None:
+        """Keep the frame of a packet until it is taken."""
         try:
-            frame = kind, *FRAME.unpack_from(body), memoryview(body)[FRAME.size :]
+            frame = kind, *FRAME.unpack_from(data, PACKET.size), memoryview(data)[_BODY:]
         except struct.error:
             raise TransportError(f"{self._name} sent a malformed frame") from None
         self.frames.append(frame)
@@ -164,6 +164,8 @@ class ReceiverControl:
 
 
 _STATED, _ARRAYS, _MESSAGE = int(Kind.STATED), int(Kind.ARRAYS), int(Kind.MESSAGE)
+# Where the body of a frame begins in its packet.
+_BODY = PACKET.size + FRAME.size
 # Blocks that are released by one packet.
 _MOST_RELEASED = 1000
 # What the page says before the worker has written anything.

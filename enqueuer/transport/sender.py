@@ -12,7 +12,6 @@ and whichever thread holds it sends what has been queued.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import pickle
 import select
@@ -60,7 +59,7 @@ def send_ready(packets: Packets) -> None:
 class SenderControl:
     """The worker's end of the socket, after `send_ready()`.
 
-    Any thread may call `send_record`, `try_flush` and `emit`; the rest is for the worker's own
+    Any thread may call `send_record`, `flush_records` and `emit`; the rest is for the worker's own
     loop.
 
     Args:
@@ -101,25 +100,15 @@ class SenderControl:
 
     def check(self) -> None:
         """Raise Closed if the consumer left."""
-        self.look()
+        if self.is_due:
+            self.read_orders()
         if self.closed:
             raise Closed("the consumer left")
 
     @property
     def is_due(self) -> bool:
-        """Whether `look` would read."""
+        """Whether packets may have come since they were read last."""
         return not self.closed and clock() - self._looked >= _LOOK_NS
-
-    def look(self) -> None:
-        """Read the packets that have come, if that was not done just now."""
-        if self.is_due:
-            self.read_orders()
-
-    def try_flush(self) -> bool:
-        """Send what was logged without waiting; return whether there is more."""
-        with contextlib.suppress(Closed):
-            self.flush_records(wait=False)
-        return bool(self.records)
 
     def sleep(self, also: int | None = None, phase: int = WAITING) -> None:
         """Sleep until there are packets, or the consumer's end; send logs meanwhile.
@@ -129,7 +118,7 @@ class SenderControl:
             phase: Word of the meter to which the time is added.
         """
         self.meter.pause(phase)
-        mask = select.POLLIN | (select.POLLOUT if self.try_flush() else 0)
+        mask = select.POLLIN | (select.POLLOUT if self.flush_records() else 0)
         self._readable.modify(self.packets.fileno(), mask)
         if also is not None:
             self._readable.register(also, select.POLLIN)
@@ -168,7 +157,14 @@ class SenderControl:
         Raises:
             Closed: The consumer left.
         """
-        self.flush_records(packet=(kind, body, fds))
+        try:
+            with self._lock:
+                if self.records or self._lost_records:
+                    self._send_records_locked(wait=True)
+                self._send_locked(kind, body, fds, wait=True)
+        except OSError as error:
+            self.closed = True
+            raise Closed("the consumer left") from error
 
     def send_record(self, record: logging.LogRecord) -> None:
         """Send a log record without ever waiting; what does not fit now goes with the next packet.
@@ -188,31 +184,18 @@ class SenderControl:
             finally:
                 self._lock.release()
 
-    def flush_records(
-        self, wait: bool = True, packet: tuple[int, bytes, Sequence[int]] | None = None
-    ) -> None:
-        """Send what was logged, and then a packet, if one is given.
-
-        Args:
-            wait: Whether to wait for room; without, as much is sent as there is room for.
-            packet: Kind, body and descriptors of the packet.
-
-        Raises:
-            Closed: The consumer left.
-        """
+    def flush_records(self, wait: bool = False) -> bool:
+        """Send what was logged, or what there is room for; return whether there is more."""
         try:
             with self._lock:
                 self._send_records_locked(wait)
-                if packet is not None:
-                    self._send_locked(*packet, wait)
-        except OSError as error:
+        except OSError:
             self.closed = True
-            raise Closed("the consumer left") from error
+        return bool(self.records)
 
     def close(self) -> None:
         """Send what was logged last, then close the socket."""
-        with contextlib.suppress(Closed):
-            self.flush_records()
+        self.flush_records(wait=True)
         with self._lock:
             self.closed = True
             self.packets.close()
@@ -223,11 +206,12 @@ class SenderControl:
         if kind == Kind.RECORD:
             is_sent = self.packets.send_whole(head, data, wait=wait)
         else:
-            is_sent = self.packets.send(head + data, fds, wait=False)
+            packet = head + data
+            is_sent = self.packets.send(packet, fds, wait=False)
             if not is_sent:
                 self.meter.pause(WAITING)
                 try:
-                    is_sent = self.packets.send(head + data, fds)
+                    is_sent = self.packets.send(packet, fds)
                 finally:
                     self.meter.resume()
         self._sequence += is_sent
@@ -387,7 +371,9 @@ class ItemSender:
             if state is not None:
                 kind, value = _STATED, (value, state)
             pickled, buffers = self._encode(value)
-            size = len(pickled) + sum(buffer.nbytes for buffer in buffers)
+            size = len(pickled)
+            for buffer in buffers:
+                size += buffer.nbytes
             data, segments = self._lay_out(pickled, buffers)
         words[BYTES] += size
         self._account.wait(size)

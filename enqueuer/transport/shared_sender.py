@@ -152,7 +152,7 @@ class SharedSender:
     def _wait(self) -> None:
         """Wait until there are tasks or orders; send logs meanwhile."""
         control = self._control
-        is_writing = bool(control.records) and control.try_flush()
+        is_writing = bool(control.records) and control.flush_records()
         if control.closed:
             return
         mask = select.POLLIN | (select.POLLOUT if is_writing else 0)

@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 20861
-MOST_TOKENS = 178653
+MOST_CODE_LINES = 20860
+MOST_TOKENS = 178624
 MOST_FILES = 132
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
