@@ -248,6 +248,8 @@ def main():
         next(iter(enqueuer))
     end, runs, totals, before = time.monotonic() + 60 * minutes, 0, {}, descriptors()
     while True:
+        # A run that hangs ends without another word.
+        print(f"seed {seed}", end="\r", flush=True)
         faulthandler.dump_traceback_later(HANGS_S, exit=True)
         run = Run(seed)
         try:
