@@ -414,7 +414,9 @@ class ItemSender:
         control, task_socket = self.control, self.task_socket
         assert task_socket is not None
         while True:
-            control.read_orders()
+            # A look for each ticket would take as long as many tasks do.
+            if control.is_due:
+                control.read_orders()
             if control.closed:
                 return None
             found = control.tasks.popleft() if control.tasks else take(task_socket)
