@@ -371,9 +371,7 @@ class ItemSender:
             if state is not None:
                 kind, value = _STATED, (value, state)
             pickled, buffers = self._encode(value)
-            size = len(pickled)
-            for buffer in buffers:
-                size += buffer.nbytes
+            size = len(pickled) + sum([buffer.nbytes for buffer in buffers])
             data, segments = self._lay_out(pickled, buffers)
         words[BYTES] += size
         self._account.wait(size)
@@ -391,6 +389,8 @@ class ItemSender:
         self.control.check()
         shard = 0 if isinstance(message, Empty) else message.shard
         data, segments = self._lay_out(*self._encode(with_encoded_error(message)))
+        # Who has the end of an epoch knows all that was sent in it.
+        self._publish()
         self._put(Kind.MESSAGE, shard, message.number, self.blocks.announce(segments), data)
 
     def next_epoch(self) -> Epoch | None:

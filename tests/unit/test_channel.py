@@ -138,6 +138,16 @@ def test_a_worker_is_asked_to_stop_only_once():
         assert packets.count == 1
 
 
+def test_the_bytes_of_all_items_are_known_at_the_end(open_channel):
+    channel = open_channel()
+    channel.send(*items(*["x" * 100] * 9), End(0))
+    while not isinstance(channel.take(), End):
+        pass
+    count, size = channel.consumer.sent
+    assert count == 9
+    assert size > 900
+
+
 @pytest.mark.parametrize("size", [0, 10, 1000, 100_000, 3_000_000])
 def test_items_arrive_equal_and_writable(open_channel, size):
     channel = open_channel()
