@@ -41,11 +41,6 @@ GROUPS = (
     (
         "Small items",
         "One worker sends integers, or dicts of two small arrays, through a queue of 256. "
-        "These figures, and those of short queues, are older than the packets that replaced a ring "
-        "of shared memory, and such items cost more since: on 2026-11-27 the dicts came at 60k a "
-        "second from a process, 2.8 times `multiprocessing.Queue` and 1.8 times `faster-fifo`, and "
-        "at 0.8 times the rate of `queue.Queue` from a thread; through a queue of 1 from a "
-        "process, at 0.8 times that of `multiprocessing.Queue`. "
         "The plain loop shows the cost of making an item. "
         "`bare-deque` is the limit of two threads and no loader: a bounded deque without an end, "
         "errors or a stop.",

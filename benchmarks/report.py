@@ -130,7 +130,8 @@ def plot(results: Results, path: Path) -> None:
     from matplotlib import pyplot
 
     names = _names(results)
-    colours = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
+    palette = pyplot.get_cmap("turbo", len(names))
+    colours = {name: palette(at) for at, name in enumerate(names)}
     across = 3
     down = max(1, -(-len(results) // across))
     figure, axes = pyplot.subplots(down, across, figsize=(18, 4.5 * down), squeeze=False)
