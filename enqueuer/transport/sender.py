@@ -371,7 +371,7 @@ class ItemSender:
             if state is not None:
                 kind, value = _STATED, (value, state)
             pickled, buffers = self._encode(value)
-            size = len(pickled) + sum([buffer.nbytes for buffer in buffers])
+            size = len(pickled) + (sum(buffer.nbytes for buffer in buffers) if buffers else 0)
             data, segments = self._lay_out(pickled, buffers)
         words[BYTES] += size
         self._account.wait(size)

@@ -15,7 +15,7 @@ import enqueuer
 
 # Of the whole package.
 MOST_CODE_LINES = 20860
-MOST_TOKENS = 178637
+MOST_TOKENS = 178641
 MOST_FILES = 132
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
