@@ -10,6 +10,7 @@ import faulthandler
 import functools
 import gc
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from enqueuer import BatchTimeout
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.enqueuers.options import Options
 
@@ -135,6 +137,14 @@ def points(shard):
         yield x, 2 * x + 1
 
 
+def augmented(x, task):
+    """Draw from the task's generator; every fifth result is missing, every seventh is large."""
+    if x % 5 == 4:
+        return None
+    large = task.rng.integers(0, 255, 200_000 if x % 7 == 0 else 3, np.uint8)
+    return x, task.index, task.epoch, large.tobytes()
+
+
 def column(number, rows=3):
     """Return a batch (x, y) of columns that hold a number."""
     return np.full((rows, 1), number, np.float32), np.full((rows, 1), number, np.float32)
@@ -182,6 +192,19 @@ def packed(state):
     return json.loads(json.dumps(state))
 
 
+def taken(enqueuer, count):
+    """Return so many batches of a new run, and the state behind them."""
+    with enqueuer:
+        return list(itertools.islice(enqueuer, count)), packed(enqueuer.state_dict())
+
+
+def rest_of(enqueuer, state):
+    """Return what an enqueuer gives from a state to the end of the epoch."""
+    enqueuer.load_state_dict(state)
+    with enqueuer:
+        return list(enqueuer)
+
+
 class Counting:
     """An iterable that counts how often it was begun."""
 
@@ -220,6 +243,28 @@ class Reiterable:
             self.at += 1
             yield self.at - 1
         self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+class Resumable:
+    """An iterator over rows that is resumed itself."""
+
+    def __init__(self, rows):
+        self.rows, self.at = list(rows), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.rows):
+            raise StopIteration
+        self.at += 1
+        return self.rows[self.at - 1]
 
     def state_dict(self):
         return {"at": self.at}
@@ -350,6 +395,13 @@ def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_once(mark):
+    """Kill the worker that comes here first; a file is the mark that one did."""
+    if not mark.exists():
+        mark.touch()
+        kill_self()
+
+
 def exit_hard():
     os._exit(0)
 
@@ -415,6 +467,28 @@ def wait_until(condition, limit=LIMIT):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
+
+
+def timeout_of(enqueuer):
+    """Return the text of the BatchTimeout of a loop that waits for ever."""
+    import pytest  # as above
+
+    with pytest.raises(BatchTimeout) as caught:
+        next(iter(enqueuer))
+    assert caught.value.__context__ is None  # how the wait was cut is nobody's business
+    return str(caught.value)
+
+
+def text_when(enqueuer, words):
+    """Return the text of a BatchTimeout that has some words: a worker needs time to get there."""
+    texts = []
+
+    def has_come():
+        texts.append(timeout_of(enqueuer))
+        return words in texts[-1]
+
+    wait_until(has_come)
+    return texts[-1]
 
 
 class Disturbed(AssertionError):
@@ -741,13 +815,12 @@ class DiesOnce:
     """A source of a shard whose worker is killed in the middle of one, the first time."""
 
     def __init__(self, folder):
-        self.flag = str(Path(folder, "died"))
+        self.mark = Path(folder, "died")
 
     def __call__(self, shard):
         yield np.full(3, shard.index)
-        if shard.index == 2 and not Path(self.flag).exists():
-            Path(self.flag).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if shard.index == 2:
+            kill_once(self.mark)
         yield np.full(2, shard.index)
 
 
