@@ -148,15 +148,9 @@ def test_demo_of_a_seed_is_the_same_training_with_any_workers(program: Program) 
 
 @needs_extras
 @needs_signals
-@pytest.mark.parametrize(
-    ("number", "exit_code", "to_group"),
-    [
-        pytest.param(signal.SIGINT, 130, True, id="group-ctrl-c", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 143, False, id="parent-term", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGINT, 130, False, id="parent-ctrl-c", marks=pytest.mark.thorough),
-        pytest.param(signal.SIGTERM, 143, True, id="group-term", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("to_group", [True, False], ids=["group", "parent"])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_demo_leaves_nothing(
     program: Program, number: signal.Signals, exit_code: int, to_group: bool
 ) -> None:

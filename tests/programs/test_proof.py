@@ -279,17 +279,19 @@ def test_nanochat_gets_the_same_tokens_and_resumes_at_the_very_batch(tmp_path):
     assert out.splitlines() == [whole] == [str(list(range(100, 112)))]
 
 
-def test_east_reads_without_its_copy_and_gets_the_error_of_the_data(tmp_path):
-    write(tmp_path, data_util=COPY, program=POLLING.format(module="data_util", fails_at=6))
-    code, out, err = run_changed(tmp_path, "east")
-    assert (code, out) == (1, "[0, 1, 2, 3, 4, 5]\n")
-    assert "ValueError: of the data" in err
-
-
-def test_ctpn_reads_without_its_copy_and_gets_the_error_of_the_data(tmp_path):
-    program = POLLING.format(module="utils.dataset.data_util", fails_at=6)
-    write(tmp_path, utils__dataset__data_util="GeneratorEnqueuer = None", program=program)
-    code, out, err = run_changed(tmp_path, "ctpn")
+@pytest.mark.parametrize(
+    ("name", "module", "copy"),
+    [
+        ("east", "data_util", COPY),
+        ("ctpn", "utils.dataset.data_util", "GeneratorEnqueuer = None"),
+    ],
+)
+def test_a_program_reads_without_its_copy_and_gets_the_error_of_the_data(
+    name, module, copy, tmp_path
+):
+    program = POLLING.format(module=module, fails_at=6)
+    write(tmp_path, program=program, **{module.replace(".", "__"): copy})
+    code, out, err = run_changed(tmp_path, name)
     assert (code, out) == (1, "[0, 1, 2, 3, 4, 5]\n")
     assert "ValueError: of the data" in err
 

@@ -1,5 +1,6 @@
 """What a script defines and sets, in its workers: each definition comes once, and is named then."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -84,6 +85,10 @@ def unp(data):
     return pickle.loads(data).twice()
 
 
+def pickled(i):
+    return pickle.dumps(Unreached(i))
+
+
 class Broken(Exception):
     pass
 
@@ -120,6 +125,14 @@ def check(name, got, want):
         problems.append((name, got, want))
 
 
+class Log(logging.Handler):
+    def emit(self, record):
+        logged.append(self.format(record))
+
+
+logged = []
+
+
 class State:
     def __init__(self, n):
         self.n = n
@@ -146,6 +159,7 @@ class It:
 
 
 def main():
+    logging.getLogger("enqueuer").addHandler(Log())
     for m in ("forkserver", "spawn"):
         be = Processes(start_method=m)
         kw = dict(workers=1, backend=be)
@@ -168,8 +182,13 @@ def main():
             check(m + " pool", list(e), [0, 1, 2])
         with OrderedEnqueuer([pickle.dumps(Unreached(i)) for i in range(3)], unp, **kw) as e:
             check(m + " unreached", list(e), [0, 2, 4])
+        with OrderedEnqueuer(range(3), pickled, **kw) as e:
+            check(m + " pickled", [pickle.loads(data).twice() for data in e], [0, 2, 4])
         with OrderedEnqueuer(range(2), boom, on_error=onerr, **kw) as e:
             check(m + " onerr", list(e), [("handled", True)] * 2)
+        with OrderedEnqueuer(range(1), boom, on_error="skip", **kw) as e:
+            list(e)
+        check(m + " log", "raise Broken(i)" in logged[-1] and __file__ in logged[-1], True)
         try:
             with OrderedEnqueuer(range(2), boom, **kw) as e:
                 list(e)

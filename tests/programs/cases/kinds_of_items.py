@@ -173,58 +173,39 @@ def helper(n):
     return n
 
 
-def make(kind, i):
-    if kind == "enum":
-        return list(Color)[i % 2]
-    if kind == "flag":
-        return Flag.A | Flag.B
-    if kind == "point":
-        return Point(i, 1)
-    if kind == "nt":
-        return NT(i)
-    if kind == "dc":
-        return DC(i)
-    if kind == "slots":
-        return Slots(i)
-    if kind == "child":
-        return Child(i)
-    if kind == "meta":
-        return WithMeta(i)
-    if kind == "inner":
-        return Outer.Inner(i)
-    if kind == "gen":
-        return Gen[int](i)
-    if kind == "cached":
-        c = Cached(i)
-        c.sq
-        return c
-    if kind == "d":
-        return D(a=i)
-    if kind == "l":
-        return L([i])
-    if kind == "arr":
-        return np.arange(i + 3).view(Arr)
-    if kind == "str":
-        return Str(i)
-    if kind == "single":
-        return Singleton()
-    if kind == "weak":
-        return Weak(i)
-    if kind == "fn":
-        return helper
-    if kind == "cls":
-        return Child
-    if kind == "struct":
-        return HEADER.size + VAR.get() + tl.x + tl2.n
-    if kind == "nest":
-        return {"a": [DC(i), (Color.RED, Child(i))]}
+def cached(i):
+    made = Cached(i)
+    made.sq
+    return made
 
 
-KINDS = "enum flag point nt dc slots child meta inner gen cached d l arr str single weak fn cls struct nest".split()
+MAKE = {
+    "enum": lambda i: list(Color)[i % 2],
+    "flag": lambda i: Flag.A | Flag.B,
+    "point": lambda i: Point(i, 1),
+    "nt": NT,
+    "dc": DC,
+    "slots": Slots,
+    "child": Child,
+    "meta": WithMeta,
+    "inner": Outer.Inner,
+    "gen": Gen[int],
+    "cached": cached,
+    "d": lambda i: D(a=i),
+    "l": lambda i: L([i]),
+    "arr": lambda i: np.arange(i + 3).view(Arr),
+    "str": Str,
+    "single": Singleton,
+    "weak": Weak,
+    "fn": lambda i: helper,
+    "cls": lambda i: Child,
+    "struct": lambda i: HEADER.size + VAR.get() + tl.x + tl2.n,
+    "nest": lambda i: {"a": [DC(i), (Color.RED, Child(i))]},
+}
 
 
 def make_all(i):
-    return [make(kind, i) for kind in KINDS]
+    return [make(i) for make in MAKE.values()]
 
 
 def kinds_of(items):
@@ -266,7 +247,7 @@ def main():
         check(f"{method}, state", state(), before)
         for out, own in zip(got, want):
             check(f"{method}, types", kinds_of(out), kinds_of(own))
-            same = [kind for kind, a, b in zip(KINDS, out, own) if a is b]
+            same = [kind for kind, a, b in zip(MAKE, out, own) if a is b]
             check(f"{method}, identity", set(same) >= {"enum", "fn", "cls"}, True)
         for how, elements in {"sequence": want, "iterable": iter(want)}.items():
             with OrderedEnqueuer(elements, kinds_of, **kw) as e:
