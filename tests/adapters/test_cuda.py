@@ -22,7 +22,6 @@ import pytest
 from helpers import collect_until, needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
-from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.transport.block_map import Mapping
 from enqueuer.transport.memory import open_nameless
 
@@ -58,11 +57,6 @@ def images(shard):
         image = empty((64, 1000), np.uint8)
         image[:] = number
         yield {"image": image, "label": np.full(3, number)}
-
-
-def endless(shard):
-    for number in itertools.count():
-        yield np.full((100, 1000), number % 200, np.uint8)
 
 
 Point = namedtuple("Point", "x y")
@@ -261,14 +255,6 @@ def test_a_dataloader_is_a_loader_and_is_passed_through(device):
         assert sorted(n for (batch,) in loader for n in batch.tolist()) == list(range(10))
 
 
-def test_steps_per_epoch_cuts_what_has_no_end():
-    loader = CudaDataLoader(GeneratorEnqueuer(endless), "cpu", steps_per_epoch=3)
-    assert len(loader) == 3
-    epochs = [[int(batch[0, 0]) for batch in loader] for _ in range(2)]
-    assert epochs == [[0, 1, 2], [3, 4, 5]]
-    loader.stop()
-
-
 def test_rank_and_world_size_are_for_an_enqueuer():
     own = OrderedEnqueuer(range(5), np.array)
     assert [int(x) for x in CudaDataLoader(own, "cpu", rank=1, world_size=2)] == [1, 3]
@@ -285,30 +271,6 @@ def test_a_default_device_of_torch_does_not_change_where_batches_are_staged():
     with torch.device("meta"):
         (moved,) = CudaDataLoader([np.arange(3)], "cpu")
     assert moved.tolist() == [0, 1, 2]
-
-
-def test_a_dataloader_begins_a_new_epoch_after_a_break():
-    loader = CudaDataLoader(DataLoader(torch.arange(10), batch_size=2), "cpu")
-    assert next(iter(loader)).tolist() == [0, 1]
-    assert [batch.tolist()[0] for batch in loader] == [0, 2, 4, 6, 8]
-
-
-def test_an_enqueuer_goes_on_after_a_break_and_gives_its_position():
-    def make():
-        return CudaDataLoader(OrderedEnqueuer(range(9), np.array, random_seed=7), "cpu")
-
-    loader = make()
-    assert [int(x) for x in itertools.islice(loader, 3)] == [0, 1, 2]
-    state = loader.state_dict()
-    assert [int(x) for x in loader] == [3, 4, 5, 6, 7, 8]
-    other = make()
-    other.load_state_dict(state)
-    assert [int(x) for x in other] == [3, 4, 5, 6, 7, 8]
-
-
-def test_a_loader_of_tensors_is_a_loader(device):
-    loader = CudaDataLoader(TorchLoader(GeneratorEnqueuer(images)), device)
-    assert [int(batch["image"][0, 0]) for batch in loader] == list(range(8))
 
 
 def test_dtype_is_that_of_floating_point_numbers_only(device):
@@ -329,22 +291,6 @@ def test_transform_works_on_the_device(device):
 # --- errors ------------------------------------------------------------------------------------
 
 
-def test_the_loaders_own_error_arrives(device):
-    def bad():
-        yield np.zeros(1)
-        raise KeyError("no such file")
-
-    batches = iter(CudaDataLoader(GeneratorEnqueuer(bad), device))
-    next(batches)
-    with pytest.raises(KeyError, match="no such file"):
-        next(batches)
-
-
-def test_an_error_of_the_transform_arrives(device):
-    with pytest.raises(ZeroDivisionError):
-        list(CudaDataLoader([np.zeros(1)], device, transform=lambda batch: 1 / 0))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_what_to_do():
     with pytest.raises(RuntimeError, match=r"finds no GPU.*device='cpu'"):
@@ -362,13 +308,6 @@ def test_without_a_gpu_the_error_says_what_to_do():
 def test_wrong_arguments_are_refused(options, says):
     with pytest.raises((TypeError, ValueError), match=says):
         CudaDataLoader([1], "cpu", **options)
-
-
-def test_a_break_ends_thread_and_workers(backend, device):
-    enqueuer = GeneratorEnqueuer(endless, **backend)
-    for _ in CudaDataLoader(enqueuer, device):
-        break
-    assert core_of(enqueuer).is_idle
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -631,15 +570,6 @@ def test_the_loop_calls_transform_on_the_copying_stream(fake):
         called.clear()
         assert fake.given[-1] is of_loop()[number]
         assert fake.stream.name == "own"
-
-
-def test_random_numbers_of_a_transform_are_the_same_each_time():
-    def once():
-        torch.manual_seed(7)
-        loader = CudaDataLoader([torch.zeros(3)] * 20, "cpu", transform=lambda b: b + torch.rand(3))
-        return [(batch + torch.rand(3)).tolist() for batch in loader]
-
-    assert once() == once()
 
 
 def test_a_transform_that_fails_costs_its_batch_alone():

@@ -2,23 +2,19 @@
 
 import collections
 import dataclasses
-import importlib
 import inspect
 import itertools
-import re
 import socket
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import LIMIT, collect_until, needs, run_program, wait_until
+from helpers import LIMIT, needs, run_program, wait_until
 
 jax = needs("jax")
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer  # noqa: E402
+from enqueuer import GeneratorEnqueuer  # noqa: E402
 from enqueuer.adapters.jax import JaxLoader  # noqa: E402
 from enqueuer.enqueuers.enqueuer import core_of  # noqa: E402
 
@@ -49,11 +45,6 @@ def linear(shard):
     for _ in shard.split(range(60)):
         x = shard.rng.random((32, 3))
         yield {"x": x, "y": x @ [1.0, -2.0, 3.0] + 0.01 * shard.rng.normal(size=32)}
-
-
-def failing(shard):
-    yield np.zeros(3)
-    raise KeyError("no such file")
 
 
 def is_on_device(array):
@@ -140,13 +131,6 @@ def test_a_sharding_that_is_no_prefix_is_an_error():
     loader = JaxLoader([{"x": np.ones(3)}], {"y": DEVICE})
     with pytest.raises(ValueError, match="prefix"):
         list(loader)
-
-
-def test_arguments_are_checked_at_once():
-    with pytest.raises(ValueError, match="queue_size"):
-        JaxLoader([], queue_size=0)
-    with pytest.raises(TypeError, match="iterable"):
-        JaxLoader(5)
 
 
 # --- ahead -------------------------------------------------------------------------------------
@@ -336,77 +320,7 @@ def test_a_model_learns_and_the_backend_makes_no_difference():
     assert others == [first, first]
 
 
-def test_a_model_learns_from_a_sequence_in_batches():
-    rng = np.random.default_rng(7)
-    x = rng.random((512, 3))
-    rows = [{"x": row, "y": row @ [1.0, -2.0, 3.0]} for row in x]
-    loader = JaxLoader(OrderedEnqueuer(rows, batch_size=32, shuffle=True, random_seed=7))
-    _, losses = train(loader, epochs=10)
-    assert len(loader) == 16
-    assert losses[-1] < 0.01 * losses[0]
-
-
-def test_steps_per_epoch_cuts_what_has_no_end(backend):
-    loader = JaxLoader(GeneratorEnqueuer(numbered, backend=backend), steps_per_epoch=3)
-    assert [[int(b[0, 0]) for b in loader] for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_training_goes_on_where_the_state_was_taken(backend):
-    def loader():
-        return JaxLoader(GeneratorEnqueuer(linear, random_seed=7, backend=backend))
-
-    one = loader()
-    had = list(itertools.islice(one, 25))
-    state = one.state_dict()
-    rest = list(one)
-    other = loader()
-    other.load_state_dict(state)
-    again = list(other)
-    assert len(had) + len(rest) == 60
-    assert [b["y"].tolist() for b in again] == [b["y"].tolist() for b in rest]
-
-
-def test_the_page_is_true():
-    page = (Path(__file__).parents[2] / "docs" / "howto" / "feed_jax.rst").read_text()
-    first, second, *_ = re.findall(r"code-block:: python\n\n((?:   .*\n|\n)+)", page)
-    names = {"np": np}
-    exec(textwrap.dedent(first), names)
-    assert float(names["loss"]) < 1e-3
-    exec("enqueuer = GeneratorEnqueuer(batches)\n" + textwrap.dedent(second), names)
-    assert len(next(iter(names["loader"]))["x"].addressable_shards) == len(jax.devices())
-    names["loader"].stop()
-
-
 # --- how it ends -------------------------------------------------------------------------------
-
-
-def test_a_break_ends_all(backend):
-    enqueuer = GeneratorEnqueuer(numbered, backend=backend)
-    taken = []
-    for batch in JaxLoader(enqueuer):
-        taken.append(batch)
-        break
-    assert core_of(enqueuer).is_idle
-    assert float(taken[0].mean()) == 0  # it is still there
-
-
-def test_an_exception_in_the_loop_ends_all(backend):
-    enqueuer = GeneratorEnqueuer(numbered, backend=backend)
-
-    def diverge():
-        for _ in JaxLoader(enqueuer):
-            raise FloatingPointError("nan")
-
-    with pytest.raises(FloatingPointError):
-        diverge()
-    collect_until(lambda: core_of(enqueuer).is_idle)
-
-
-def test_an_error_of_the_generator_comes_as_itself_after_its_batches(backend):
-    batches = iter(JaxLoader(GeneratorEnqueuer(failing, backend=backend)))
-    assert is_on_device(next(batches))
-    with pytest.raises(KeyError, match="no such file"):
-        next(batches)
 
 
 def test_a_program_may_end_in_the_middle_of_its_loop(tmp_path):
@@ -424,20 +338,3 @@ def test_a_program_may_end_in_the_middle_of_its_loop(tmp_path):
         print(next(batches).mean())
     """
     assert run_program(tmp_path, program) == (0, "1.0\n", "")
-
-
-# --- the framework itself ----------------------------------------------------------------------
-
-
-def test_without_jax_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", None)
-    monkeypatch.delitem(sys.modules, "enqueuer.adapters.jax")
-    with pytest.raises(FrameworkUnavailable, match=r"in the clone of enqueuer .*'\.\[jax\]'"):
-        importlib.import_module("enqueuer.adapters.jax")
-
-
-def test_a_jax_that_is_too_old_says_what_to_upgrade(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "0.4.25")
-    monkeypatch.delitem(sys.modules, "enqueuer.adapters.jax")
-    with pytest.raises(FrameworkUnavailable, match=r"jax >= 0.4.26, but 0.4.25"):
-        importlib.import_module("enqueuer.adapters.jax")

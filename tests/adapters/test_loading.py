@@ -300,15 +300,6 @@ def test_a_position_is_what_the_loop_was_given(kind, taken, steps):
     assert [list(other), list(other)] == rest
 
 
-def test_the_position_is_known_after_stop(kind):
-    loader = kind(GeneratorEnqueuer(twelve, random_seed=7))
-    assert list(itertools.islice(loader, 5)) == [0, 1, 2, 3, 4]
-    loader.stop()
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    assert list(loader) == [5, 6, 7, 8, 9, 10, 11]
-
-
 def test_a_running_loader_refuses_a_state(kind):
     loader = kind(GeneratorEnqueuer(twelve))
     next(iter(loader))
@@ -429,14 +420,6 @@ def test_an_enqueuer_gives_its_position_by_protocol(kind):
 
 
 # --- several iterators --------------------------------------------------------------------------
-
-
-def test_an_iterator_that_another_one_has_replaced_says_so():
-    loader = Later([1, 2, 3])
-    first, second = iter(loader), iter(loader)
-    assert list(second) == [1, 2, 3]
-    with pytest.raises(InvalidState, match=r"another iteration .* has begun"):
-        next(first)
 
 
 def test_an_iterator_that_is_replaced_in_the_middle_says_so():
@@ -606,12 +589,6 @@ def test_a_missing_framework_says_what_to_install():
     assert caught.value.name == "no_such_framework"
 
 
-def test_an_old_framework_says_what_to_upgrade():
-    with pytest.raises(FrameworkUnavailable, match=r"numpy >= 99.0, but .* pip install -U numpy"):
-        framework("numpy", "torch", "99.0")
-    assert framework("numpy", "torch", "1.2").__name__ == "numpy"
-
-
 WITHOUT_FRAMEWORKS = """
 import importlib, sys, traceback
 for adapter, name in ADAPTERS:
@@ -646,7 +623,7 @@ def test_the_third_number_of_a_version_counts(version, monkeypatch):
     monkeypatch.setattr("numpy.__version__", version)
     assert framework("numpy", "jax", "0.4.26")
     monkeypatch.setattr("numpy.__version__", "0.4.25")
-    with pytest.raises(FrameworkUnavailable, match=r"0.4.25 is installed"):
+    with pytest.raises(FrameworkUnavailable, match=r"0.4.25 is installed: pip install -U numpy"):
         framework("numpy", "jax", "0.4.26")
 
 

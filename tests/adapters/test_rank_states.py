@@ -12,7 +12,6 @@ import torch  # noqa: E402
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StateMismatch, merge_states  # noqa: E402
 from enqueuer.adapters.cuda import CudaDataLoader  # noqa: E402
-from enqueuer.adapters.jax import JaxLoader  # noqa: E402
 from enqueuer.adapters.torch import (  # noqa: E402
     DataLoader,
     EnqueuerIterableDataset,
@@ -115,22 +114,6 @@ def test_each_torch_loader_goes_on_from_a_merged_state(name):
     assert sorted(got) == [10 * shard + number for shard in range(12) for number in range(5)]
 
 
-def test_the_loader_of_jax_goes_on_from_a_merged_state():
-    needs("jax")
-    states, got = [], []
-    for rank in range(2):
-        with JaxLoader(OrderedEnqueuer(range(9), rank=rank, world_size=2, random_seed=7)) as loader:
-            got += [int(next(iter(loader)))]
-            states.append(loader.state_dict())
-    for rank in range(3):
-        own = dict(rank=rank, world_size=3, random_seed=7)
-        with JaxLoader(OrderedEnqueuer(range(9), **own)) as loader:
-            loader.stop()
-            loader.load_state_dict(merge_states(states))
-            got += [int(batch) for batch in loader]
-    assert sorted(got) == list(range(9))
-
-
 def test_the_step_of_an_epoch_of_so_many_steps_is_that_of_all_ranks():
     def state_of(rank, count):
         enqueuer = OrderedEnqueuer(range(40), rank=rank, world_size=2, random_seed=7)
@@ -166,13 +149,3 @@ def test_the_sampler_of_a_data_loader_decides_for_as_many_ranks():
     loader = DataLoader(range(8), batch_size=2)
     with pytest.raises(StateMismatch, match=r"sampler decides .*TorchLoader\(OrderedEnqueuer"):
         merge_states([loader.state_dict()])
-
-    def of(rank, world_size):
-        sampler = torch.utils.data.DistributedSampler(range(8), world_size, rank)
-        return DataLoader(range(8), batch_size=2, sampler=sampler)
-
-    state = of(0, 4).state_dict()
-    with pytest.raises(
-        StateMismatch, match="the sampler is of rank 0 of 4 in the state and of rank 0 of"
-    ):
-        of(0, 2).load_state_dict(state)

@@ -3,9 +3,7 @@
 import gc
 import re
 import sys
-import textwrap
 from collections import namedtuple
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from helpers import (
     counting,
     hang,
     needs,
-    needs_installed,
     points,
     ragged,
     raise_key_error,
@@ -24,7 +21,7 @@ from helpers import (
     twelve,
 )
 
-from enqueuer import FrameworkUnavailable, GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.enqueuers.enqueuer import core_of
 
 tf = needs("tensorflow")
@@ -191,12 +188,6 @@ def test_an_iterator_that_is_dropped_unused_loses_nothing():
     assert numbers(dataset) == list(range(12))
 
 
-def test_a_list_begins_anew_after_a_break():
-    dataset = as_dataset([1, 2, 3])
-    assert numbers(dataset.take(2)) == [1, 2]
-    assert numbers(dataset) == [1, 2, 3]
-
-
 def test_a_pass_that_was_left_after_its_last_batch_is_followed_by_the_next_epoch():
     dataset = as_dataset(GeneratorEnqueuer(twelve))
     assert numbers(dataset.take(12)) == list(range(12))
@@ -227,12 +218,6 @@ def test_steps_per_epoch_makes_passes_of_a_generator_without_an_end(backend):
         [8, 9],
         [10, 11, 12, 13],
     ]
-
-
-def test_steps_per_epoch_goes_over_the_end_of_an_epoch():
-    dataset = as_dataset(OrderedEnqueuer(range(3), int), steps_per_epoch=5)
-    assert numbers(dataset) == [0, 1, 2, 0, 1]
-    assert numbers(dataset) == [2, 0, 1, 2, 0]
 
 
 def test_it_can_be_shuffled_batched_and_repeated(backend):
@@ -297,32 +282,11 @@ def test_a_break_and_nothing_else_ends_them(backend):
     collect_until(lambda: not runs(enqueuer))
 
 
-def test_an_exception_in_the_loop_ends_them(backend):
-    enqueuer = GeneratorEnqueuer(counting, **backend)
-
-    def train():
-        for _ in as_dataset(enqueuer).prefetch(2):
-            raise RuntimeError("diverged")
-
-    with pytest.raises(RuntimeError, match="diverged"):
-        train()
-    collect_until(lambda: not runs(enqueuer))
-
-
 def test_a_break_while_a_batch_is_waited_for_ends_them():
     enqueuer = GeneratorEnqueuer(Failing(2, hang), backend=Processes(start_method="fork"))
     for _ in as_dataset(enqueuer).prefetch(4):
         break
     collect_until(lambda: not runs(enqueuer))
-
-
-def test_one_that_runs_already_is_left_running():
-    with GeneratorEnqueuer(twelve) as enqueuer:
-        dataset = as_dataset(enqueuer)
-        assert numbers(dataset) == list(range(12))
-        del dataset
-        gc.collect()
-        assert runs(enqueuer)
 
 
 def test_what_outlives_the_dataset_says_so():
@@ -365,19 +329,6 @@ def test_an_error_before_the_first_batch_comes_as_itself():
     with pytest.raises(KeyError, match="missing"):
         as_dataset(enqueuer)
     collect_until(lambda: not runs(enqueuer))
-
-
-def test_what_is_no_loader_is_refused():
-    with pytest.raises(TypeError, match="must be an enqueuer or an iterable"):
-        as_dataset(3)
-
-
-def test_an_old_tensorflow_is_refused(monkeypatch):
-    from enqueuer.common.extras import framework
-
-    monkeypatch.setattr(tf, "__version__", "2.13.1")
-    with pytest.raises(FrameworkUnavailable, match=r"2\.13\.1 is installed"):
-        framework("tensorflow", "tensorflow", "2.14")
 
 
 # --- programs ----------------------------------------------------------------------------------
@@ -462,32 +413,3 @@ def test_keras_learns_without_knowing_the_length():
     losses, epoch = learn(GeneratorEnqueuer(points, random_seed=7), steps_per_epoch=None)
     assert losses[-1] < 0.01 < losses[0]
     assert epoch in (3, 4)
-
-
-def test_a_loop_of_our_own_learns_a_line():
-    weights = tf.Variable([0.0, 0.0])
-    for _ in range(2):
-        for x, y in as_dataset(GeneratorEnqueuer(points, random_seed=7)).unbatch().batch(16):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((weights[0] * x + weights[1] - y) ** 2)
-            weights.assign_sub(0.5 * tape.gradient(loss, weights))
-    assert loss < 0.05
-
-
-def test_the_first_lines_of_the_page_run(tmp_path, monkeypatch):
-    needs_installed("keras")
-    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
-    page = Path(__file__).parents[2].joinpath("docs", "howto", "feed_tensorflow.rst").read_text()
-    lines = page.split(".. code-block:: python\n\n", 1)[1].split("\n\n`as_dataset` ", 1)[0]
-    code, out, err = run_program(
-        tmp_path,
-        "\n".join(
-            [
-                textwrap.dedent(lines),
-                "print()",
-                "print(len(dataset), len(model.history.epoch))",
-            ]
-        ),
-    )
-    assert code == 0, err
-    assert out.splitlines()[-1] == "32 3"

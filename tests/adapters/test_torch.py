@@ -56,10 +56,6 @@ def endless(shard):
         yield np.array([shard.index, shard.epoch, number])
 
 
-def add_ten(number):
-    return np.array(number + 10)
-
-
 def image(number):
     return np.full((64, 1000), number)
 
@@ -144,23 +140,6 @@ def test_tensors_lie_in_the_block_that_the_worker_wrote(process):
 # --- the loader --------------------------------------------------------------------------------
 
 
-def test_a_loader_has_epochs_a_length_and_a_position(backend):
-    def loader():
-        own = OrderedEnqueuer(range(5), noisy, batch_size=2, workers=2, random_seed=7, **backend)
-        return TorchLoader(own)
-
-    one = loader()
-    assert len(one) == 3
-    first = seen(itertools.islice(one, 2))
-    state = one.state_dict()
-    rest = seen(one), seen(one)
-    assert len(first) + len(rest[0]) == len(rest[1]) == 3
-    one.stop()
-    other = loader()
-    other.load_state_dict(state)
-    assert (seen(other), seen(other)) == rest
-
-
 def test_pin_memory_without_a_gpu_says_that_it_does_nothing():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -186,27 +165,6 @@ def test_what_is_no_enqueuer_is_refused():
         TorchLoader([1, 2])
 
 
-def test_a_small_network_learns(backend):
-    def samples(shard):
-        for _ in shard.split(range(30)):
-            x = shard.rng.standard_normal((32, 3), np.float32)
-            yield x, x @ np.float32([1, -2, 3])
-
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    loader = TorchLoader(GeneratorEnqueuer(samples, workers=2, random_seed=7, **backend))
-    losses = []
-    for _ in range(4):
-        for x, y in loader:
-            loss = torch.nn.functional.mse_loss(model(x)[:, 0], y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < losses[0] / 100
-
-
 # --- the iterable dataset ----------------------------------------------------------------------
 
 
@@ -229,16 +187,6 @@ def test_a_dataset_of_an_ordered_enqueuer_gives_its_batches(no_warnings):
     dataset.stop()
 
 
-@pytest.mark.parametrize("ahead", [None, 7])
-def test_set_epoch_without_dataloader_workers(ahead):
-    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers, epochs=ahead))
-    loader = DataLoader(dataset, batch_size=None)
-    for epoch in (0, 1, 2, 5, 3, 3):
-        dataset.set_epoch(epoch)
-        assert seen(loader) == [[number, epoch] for number in range(12)]
-    dataset.stop()
-
-
 def test_a_copy_of_a_dataset_keeps_what_the_program_has_added():
     class Named(EnqueuerIterableDataset):
         name = ""
@@ -251,51 +199,6 @@ def test_a_copy_of_a_dataset_keeps_what_the_program_has_added():
         iter(copied)
 
 
-def test_set_epoch_to_the_next_one_keeps_the_workers_running():
-    enqueuer = GeneratorEnqueuer(numbers)
-    dataset = EnqueuerIterableDataset(enqueuer)
-    assert len(seen(dataset)) == 12
-    dataset.set_epoch(1)
-    assert not core_of(enqueuer).is_idle
-    assert seen(dataset)[0] == [0, 1]
-    dataset.stop()
-
-
-def test_set_epoch_after_a_break_begins_that_epoch():
-    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
-    for epoch in range(2):
-        dataset.set_epoch(epoch)
-        assert seen(itertools.islice(iter(dataset), 3)) == [[n, epoch] for n in range(3)]
-    dataset.stop()
-
-
-def test_set_epoch_to_the_one_that_was_resumed_keeps_its_position():
-    def make():
-        return EnqueuerIterableDataset(GeneratorEnqueuer(numbers, random_seed=7))
-
-    one = make()
-    one.set_epoch(4)
-    seen(itertools.islice(iter(one), 5))
-    state = one.state_dict()
-    one.stop()
-    other = make()
-    other.load_state_dict(state)
-    for epoch, first in ((4, 5), (5, 0)):
-        other.set_epoch(epoch)
-        assert seen(other) == [[number, epoch] for number in range(first, 12)]
-    other.stop()
-
-
-def test_set_epoch_does_not_stop_what_the_caller_has_started():
-    with GeneratorEnqueuer(numbers) as enqueuer:
-        dataset = EnqueuerIterableDataset(enqueuer)
-        assert len(seen(dataset)) == 12
-        dataset.set_epoch(1)
-        assert seen(dataset)[0] == [0, 1]
-        with pytest.raises(InvalidState, match=r"set_epoch\(5\).*stop\(\)"):
-            dataset.set_epoch(5)
-
-
 def test_a_default_device_of_torch_is_left_alone():
     with torch.device("meta"):
         dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers))
@@ -304,20 +207,6 @@ def test_a_default_device_of_torch_is_left_alone():
         by_index = EnqueuerMapDataset(GeneratorEnqueuer(numbers), length=2)
         assert by_index[0].tolist() == [0, 0]
         by_index.stop()
-
-
-def test_steps_per_epoch_of_what_has_no_end():
-    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(endless, shards=2), steps_per_epoch=5)
-    loader = DataLoader(dataset, batch_size=None)
-    assert len(loader) == 5
-    assert seen(loader) == [[0, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 1], [0, 0, 2]]
-    assert len(seen(loader)) == 5
-    dataset.stop()
-
-
-def of_lengths(lengths, shard):
-    for number in range(lengths[shard.index]):
-        yield np.array([shard.index, number])
 
 
 def test_a_dropped_dataset_stops_its_enqueuer(backend):
@@ -374,11 +263,6 @@ def test_a_position_within_an_epoch_is_not_divided_among_ranks():
     two.load_state_dict(state)
     with pytest.raises(InvalidState, match="position within epoch 0"):
         TorchLoader(two, rank=1, world_size=2)
-
-
-def test_with_steps_per_epoch_a_dataset_has_no_set_epoch():
-    dataset = EnqueuerIterableDataset(GeneratorEnqueuer(numbers), steps_per_epoch=20)
-    assert not hasattr(dataset, "set_epoch")
 
 
 # --- ranks -------------------------------------------------------------------------------------
@@ -477,47 +361,7 @@ def test_two_processes_of_torch_distributed_share_the_data(tmp_path):
     assert code == 0
 
 
-# --- what is different ------------------------------------------------------------------------
-
-
-class Broken(Squares):
-    def __getitem__(self, index):
-        if index == 1:
-            raise KeyError("no such file")
-        return index
-
-
-def outcomes(batches):
-    """Return what five calls of next() give or raise."""
-    found = []
-    for _ in range(5):
-        try:
-            found.append(next(batches))
-        except KeyError as error:
-            found.append(type(error))
-    return found
-
-
-def test_after_an_error_a_dataloader_goes_on_and_an_enqueuer_raises_it_again():
-    assert outcomes(iter(DataLoader(Broken(), batch_size=None))) == [0, KeyError, 2, 3, 4]
-    with OrderedEnqueuer(Broken()) as enqueuer:
-        assert outcomes(iter(enqueuer)) == [0, *[KeyError] * 4]
-    with OrderedEnqueuer(Broken(), on_error="skip") as enqueuer:
-        assert outcomes(iter(enqueuer)) == [0, 2, 3, 4, 5]
-
-
 # --- torch as the source -----------------------------------------------------------------------
-
-
-def test_a_dataset_is_a_sequence_for_an_ordered_enqueuer(backend):
-    own = OrderedEnqueuer(
-        Squares(), shuffle=True, batch_size=4, workers=2, random_seed=7, **backend
-    )
-    loader = TorchLoader(own)
-    for _ in range(2):
-        rows = [tuple(row) for batch in loader for row in batch.tolist()]
-        assert sorted(rows) == [(n, n**2) for n in range(10)]
-    loader.stop()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

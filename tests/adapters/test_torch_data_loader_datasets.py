@@ -1,8 +1,5 @@
 """Datasets, functions and samplers that torch's own tests of its DataLoader use."""
 
-import functools
-import itertools
-
 import numpy as np
 import pytest
 from helpers import needs
@@ -29,18 +26,6 @@ class Numbers(data.IterableDataset):
         return iter(range(self.start, self.end)[index::count])
 
 
-def add(offset, samples):
-    return [offset + sample for sample in samples]
-
-
-def fails(index):
-    raise OSError(2, "no such worker")
-
-
-def lists(loader):
-    return [batch.tolist() if hasattr(batch, "tolist") else batch for batch in loader]
-
-
 DATASETS = {
     "concatenated": lambda: data.ConcatDataset([range(5), [10, 11], range(20, 24)]),
     "added": lambda: data.TensorDataset(torch.arange(4)) + data.TensorDataset(torch.arange(3)),
@@ -63,13 +48,6 @@ def test_datasets_of_torch_give_its_batches(name, workers):
 
 
 @WORKERS
-@pytest.mark.parametrize("function", [functools.partial(add, 7), lambda samples: add(7, samples)])
-def test_collate_fn_may_be_any_callable(function, workers):
-    loader = DataLoader(range(4), 2, num_workers=workers, collate_fn=function)
-    assert list(loader) == [[7, 8], [9, 10]]
-
-
-@WORKERS
 @pytest.mark.parametrize("size", [1, 3, None], ids=str)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_length_is_the_number_of_batches(size, drop_last, workers):
@@ -81,26 +59,6 @@ def test_the_length_is_the_number_of_batches(size, drop_last, workers):
 def test_a_stream_without_a_length_has_none():
     with pytest.raises(TypeError):
         len(DataLoader(Numbers(0, 3)))
-
-
-@pytest.mark.parametrize("sample", [object(), lambda: 0, {1, 2}], ids=["object", "lambda", "set"])
-@WORKERS
-def test_samples_that_cannot_be_collated_are_an_error(sample, workers):
-    with pytest.raises(TypeError, match="default_collate: batch must contain"):
-        list(DataLoader([sample], num_workers=workers))
-
-
-@WORKERS
-def test_samples_of_unequal_length_are_an_error(workers):
-    with pytest.raises(RuntimeError, match="equal size"):
-        list(DataLoader([[1, 2], [3]], 2, num_workers=workers))
-
-
-def test_an_error_of_worker_init_fn_keeps_its_type_and_attributes():
-    loader = DataLoader(range(3), num_workers=1, worker_init_fn=fails)
-    with pytest.raises(OSError, match="no such worker") as caught:
-        list(loader)
-    assert caught.value.errno == 2
 
 
 @WORKERS
@@ -116,26 +74,3 @@ def test_an_empty_sampler_or_dataset_gives_no_batch(workers):
     assert list(DataLoader(range(3), sampler=[], num_workers=workers)) == []
     assert list(DataLoader([], num_workers=workers)) == []
     assert list(DataLoader(Numbers(0, 0), num_workers=workers)) == []
-
-
-@WORKERS
-def test_shuffled_epochs_are_permutations_and_seeds_repeat_them(workers):
-    def epochs(seed):
-        generator = torch.Generator().manual_seed(seed)
-        loader = DataLoader(range(30), 4, shuffle=True, num_workers=workers, generator=generator)
-        return [list(itertools.chain(*lists(loader))) for _ in range(2)]
-
-    first = epochs(3)
-    assert first == epochs(3)
-    assert first[0] != first[1]
-    assert list(map(sorted, first)) == [list(range(30))] * 2
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_batches_of_workers_outlive_them(workers):
-    loader = DataLoader([torch.full((9000,), i) for i in range(6)], 2, num_workers=workers)
-    batches = list(loader)
-    assert [batch[:, -1].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
-    for batch in batches:
-        batch += 1
-    assert [int(batch[0, 0]) for batch in batches] == [1, 3, 5]

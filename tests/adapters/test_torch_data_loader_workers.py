@@ -15,7 +15,6 @@ import pytest
 from helpers import LIMIT, needs, wait_until
 
 from enqueuer import (
-    BatchTimeout,
     ItemNotPicklable,
     OrderedEnqueuer,
     Processes,
@@ -110,18 +109,6 @@ def test_more_samples_than_the_length_are_reported():
         list(loader)
 
 
-def test_an_iterable_dataset_resumes_in_each_worker():
-    loader = DataLoader(Stream(8), 2, num_workers=2)
-    batches = iter(loader)
-    given = [next(batches).tolist() for _ in range(3)]
-    state = loader.state_dict()
-    rest = lists(batches)
-    later = DataLoader(Stream(8), 2, num_workers=2)
-    later.load_state_dict(state)
-    assert lists(later) == rest
-    assert sorted(itertools.chain(*given, *rest)) == sorted([*range(8), *range(100, 106)])
-
-
 # --- what a worker knows ---
 
 
@@ -137,15 +124,6 @@ def test_workers_have_torchs_info_and_seed():
     assert all(pids[int(index)] == pid for ((index, pid),) in batches)
     assert get_worker_info() is None
     assert not hasattr(dataset, "value")
-
-
-def test_a_worker_init_fn_that_seeds_decides_alone():
-    loader = DataLoader(
-        Of(lambda index: torch.initial_seed()),
-        num_workers=2,
-        worker_init_fn=lambda index: torch.manual_seed(1234),
-    )
-    assert {int(batch) for batch in loader} == {1234}
 
 
 def test_a_worker_init_fn_that_does_not_seed_changes_no_random_number():
@@ -331,8 +309,16 @@ class Bulk(Of):
         return [10 * index for index in indices]
 
 
-def test_samples_of_a_batch_come_by_getitems():
-    assert lists(DataLoader(Bulk(None, 4), 3, num_workers=1)) == [[0, 10, 20], [30]]
+class Columns(Of):
+    def __getitems__(self, indices):
+        return {"x": indices}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_a_batch_come_by_getitems(workers):
+    assert lists(DataLoader(Bulk(None, 4), 3, num_workers=workers)) == [[0, 10, 20], [30]]
+    loader = DataLoader(Columns(None, 4), 3, num_workers=workers, collate_fn=lambda batch: batch)
+    assert list(loader) == [{"x": [0, 1, 2]}, {"x": [3]}]
 
 
 def test_indices_may_be_any_objects_and_many():
@@ -406,44 +392,37 @@ def test_an_error_at_the_start_of_a_worker_is_raised():
             list(DataLoader(dataset, num_workers=1, worker_init_fn=refuse))
 
 
-def test_an_error_may_be_skipped():
-    def odd(index):
-        if index == 3:
-            raise LookupError("no data here")
-        return index
-
-    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")) == [[0, 1], [2], [4, 5]]
-    for size, seen in ((2, [[0, 1], [2, -1]]), (None, [0, 1, 2, -1])):
-        loader = DataLoader(Of(odd, 4), size, num_workers=1, on_error=lambda error: -1)
-        assert [batch if size is None else batch.tolist() for batch in loader] == seen
-
-
 class Mute(Exception):
+    """An error without a text."""
+
     def __repr__(self):
         raise LookupError("no text either")
 
 
-def test_an_error_that_has_no_text_costs_its_sample_alone():
+@pytest.mark.parametrize("kind", [LookupError, Mute])
+@pytest.mark.parametrize(
+    ("bad", "size", "on_error", "seen"),
+    [
+        ({3}, 2, "skip", [[0, 1], [2], [4, 5]]),
+        ({2, 3}, 2, "skip", [[0, 1], [4, 5]]),
+        ({3}, 2, lambda error: -1, [[0, 1], [2, -1], [4, 5]]),
+        ({3}, None, lambda error: -1, [0, 1, 2, -1, 4, 5]),
+    ],
+)
+def test_an_error_costs_its_sample_alone(kind, bad, size, on_error, seen):
     def odd(index):
-        if index == 3:
-            raise Mute
+        if index in bad:
+            raise kind("no data here")
         return index
 
-    assert lists(DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")) == [[0, 1], [2], [4, 5]]
+    loader = DataLoader(Of(odd, 6), size, num_workers=1, on_error=on_error)
+    assert [batch if size is None else batch.tolist() for batch in loader] == seen
 
 
-def test_a_batch_of_errors_is_left_out():
-    def odd(index):
-        if index in (2, 3):
-            raise LookupError("no data here")
-        return index
-
-    loader = DataLoader(Of(odd, 6), 2, num_workers=1, on_error="skip")
-    assert lists(loader) == [[0, 1], [4, 5]]
-
-
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_several_samples_of_a_batch_are_fetched_at_once(backend):
+@pytest.mark.parametrize(
+    ("workers", "backend", "concurrency"), [(1, "process", 4), (1, "thread", 4), (2, "thread", 2)]
+)
+def test_each_worker_fetches_several_samples_at_once(workers, backend, concurrency):
     barrier = threading.Barrier(4)
 
     class Together(Of):
@@ -451,39 +430,17 @@ def test_several_samples_of_a_batch_are_fetched_at_once(backend):
             barrier.wait(LIMIT)
             return index
 
-    loader = DataLoader(Together(None), 4, num_workers=1, backend=backend, concurrency=4)
-    assert lists(loader) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    options = {"num_workers": workers, "backend": backend, "concurrency": concurrency}
+    batches = lists(DataLoader(Together(None), concurrency, **options))
+    assert sum(batches, []) == list(range(8))  # noqa: RUF017
     with pytest.raises(ValueError, match="concurrency needs a map-style dataset"):
         DataLoader(Stream(3), num_workers=1, concurrency=2)
-
-
-def test_each_worker_that_is_a_thread_fetches_several_samples_at_once():
-    barrier = threading.Barrier(4)
-
-    class Together(Of):
-        def __getitem__(self, index):
-            barrier.wait(LIMIT)
-            return index
-
-    loader = DataLoader(Together(None), 2, num_workers=2, backend="thread", concurrency=2)
-    assert lists(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error():
     loader = DataLoader(Of(lambda index: (i for i in ())), 2, num_workers=1, collate_fn=list)
     with pytest.raises(ItemNotPicklable):
         list(loader)
-
-
-def hangs(index):
-    threading.Event().wait()
-
-
-def test_a_batch_that_takes_too_long_is_an_error_of_torch_and_of_ours():
-    loader = DataLoader(Of(hangs), num_workers=1, timeout=0.2)
-    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds") as caught:
-        next(iter(loader))
-    assert isinstance(caught.value, BatchTimeout)
 
 
 def test_a_killed_worker_is_replaced(tmp_path):
@@ -543,6 +500,30 @@ def test_persistent_workers_end_with_the_loader():
     are_gone(workers)
 
 
+class Endless:
+    """A sampler of batches without an end, as several detection libraries have it."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        while True:
+            yield from self.sampler
+
+
+def test_workers_of_an_endless_loader_end_with_it():
+    loader = DataLoader(Of(int), 4, num_workers=2)
+    object.__setattr__(loader, "batch_sampler", Endless(loader.batch_sampler))
+    loader.batches = iter(loader)
+    assert lists(itertools.islice(loader.batches, 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+    workers = workers_of(loader.batches)
+    assert all(worker.is_alive() for worker in workers)
+    loader.myself = loader
+    del loader
+    gc.collect()
+    are_gone(workers)
+
+
 def test_persistent_workers_that_a_library_has_ended_start_again():
     loader = DataLoader(Of(int), 2, num_workers=1, persistent_workers=True)
     batches = iter(loader)
@@ -589,6 +570,15 @@ def test_attributes_are_torchs_and_cannot_be_replaced():
     for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset"):
         with pytest.raises(ValueError, match="should not be set after"):
             setattr(loader, name, None)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_another_size_of_batches_is_set_at_the_batch_sampler(workers, persistent):
+    loader = DataLoader(Of(int), 2, num_workers=workers, persistent_workers=persistent)
+    assert [len(batch) for batch in loader] == [2] * 4
+    loader.batch_sampler.batch_size = 5
+    assert [len(batch) for batch in loader] == [5, 3]
+    assert len(loader) == 2
 
 
 def test_the_number_of_workers_may_be_chosen_while_they_run():
@@ -647,15 +637,6 @@ def test_a_worker_that_exits_is_reported_with_its_exit_code():
         list(loader)
 
 
-def test_set_epoch_reaches_the_sampler_and_the_dataset():
-    sampler = data.DistributedSampler(Of(int), num_replicas=2, rank=0)
-    loader = DataLoader(Of(int), 2, sampler=sampler, num_workers=1)
-    first = lists(loader)
-    loader.set_epoch(1)
-    assert sampler.epoch == 1
-    assert lists(loader) != first
-
-
 def test_without_an_accelerator_pinning_is_a_warning():
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -708,14 +689,14 @@ def test_in_order_is_checked():
         DataLoader(Of(int), in_order=4)
 
 
+@pytest.mark.parametrize("options", [{}, {"round_robin": True}, {"backend": "thread"}], ids=str)
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_sampler_is_read_as_far_ahead_as_by_torch(workers, factor):
+def test_a_sampler_is_read_as_far_ahead_as_by_torch(workers, factor, options):
     read = []
     sampler = ([read.append(index) or index] for index in range(20))
-    loader = DataLoader(
-        range(20), batch_sampler=sampler, num_workers=workers, prefetch_factor=factor
-    )
+    options = {"num_workers": workers, "prefetch_factor": factor, **options}
+    loader = DataLoader(range(20), batch_sampler=sampler, **options)
     for given, _ in enumerate(loader, 1):
         assert len(read) == min(20, workers * factor + given)
 

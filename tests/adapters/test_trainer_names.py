@@ -75,8 +75,9 @@ def test_a_loader_on_the_device_has_the_names_of_a_data_loader():
     assert found(on_cpu([1, 2])) == []
 
 
-def test_set_epoch_sets_the_epoch_of_the_next_iteration(kind):
-    loader = kind(GeneratorEnqueuer(epochs_of, random_seed=7))
+@pytest.mark.parametrize("ahead", [None, 7])
+def test_set_epoch_sets_the_epoch_of_the_next_iteration(kind, ahead):
+    loader = kind(GeneratorEnqueuer(epochs_of, random_seed=7, epochs=ahead))
     for epoch in (2, 3, 3, 0):
         loader.set_epoch(epoch)
         assert numbered(loader) == [[number, epoch] for number in range(4)]
