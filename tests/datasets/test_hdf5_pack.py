@@ -332,10 +332,8 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": [1]}, {"keys": ["y"]}, ValueError, r"yields no \['y'\]"),
         (([1], [2]), {"keys": ["y"]}, ValueError, "do not name the 2 members"),
         ({"x": [1]}, {"ragged": ["z"]}, ValueError, r"ragged names \['z'\]"),
-        ({"x": [1]}, {"attributes": {"z": {"a": 1}}}, ValueError, r"attributes are for \['z'\]"),
         ({"x": [1]}, {"compression": "zip"}, ValueError, "compression must be"),
         ({"x": [1]}, {"keys": "x"}, TypeError, "keys must be names"),
-        ({"x": [1]}, {"shards": 3}, ValueError, "only a generator function of a shard"),
         ({"x": []}, {}, ValueError, "yielded no rows"),
     ],
 )
@@ -451,7 +449,6 @@ def test_errors_of_the_source_arrive_and_what_was_finished_is_kept(tmp_path, bac
     with pytest.raises(KeyError, match="no such file"):
         pack(source, path, shards=4, **backend)
     assert not path.exists()
-    before = {name.split(".")[0] for name in os.listdir(ran)}
     whole = {p.name for p in Path(f"{path}.parts").glob("shard*.h5")}
     assert {"shard-00000.h5", "shard-00001.h5"} <= whole
     assert "shard-00002.h5" not in whole
@@ -462,7 +459,6 @@ def test_errors_of_the_source_arrive_and_what_was_finished_is_kept(tmp_path, bac
     assert pack(source, path, shards=4, **backend) == 20
     again = {name.split(".")[0] for name in os.listdir(ran)} - {"fixed"}
     assert again == {"0", "1", "2", "3"} - {str(int(name[6:11])) for name in whole}
-    assert before
     assert contents(path)[1]["data"][3] == [10 * s + n for s in range(4) for n in range(5)]
 
 

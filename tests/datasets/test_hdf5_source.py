@@ -5,11 +5,8 @@ import json
 import multiprocessing
 import os
 import pickle
-import re
 import shutil
-import textwrap
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,16 +113,6 @@ def test_the_same_seed_gives_the_same_batches_for_any_workers(path, backend):
     assert rows_of(GeneratorEnqueuer(source, workers=2, **backend, **options)) == expected
     other = {**options, "random_seed": 8}
     assert rows_of(GeneratorEnqueuer(source, **other)) != expected
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_ranks_share_an_epoch(path, shuffle):
-    source = HDF5Source(path, batch_size=10, shuffle=shuffle)
-    seen = [
-        rows_of(GeneratorEnqueuer(source, shards=4, random_seed=7, rank=rank, world_size=2))
-        for rank in (0, 1)
-    ]
-    assert sorted(seen[0] + seen[1]) == list(range(ROWS))
 
 
 def test_with_drop_last_all_ranks_have_equally_many_full_batches(path):
@@ -312,20 +299,6 @@ def test_what_came_before_is_not_read_again(tmp_path, monkeypatch):
     assert [batch.tolist() for batch in later] == [batch.tolist() for batch in tail]
     rows = sum(stop - start for start, stop in read)
     assert rows < 1000 - 16 * len(head) + 50 + 16  # a window, and what was left of one
-
-
-def test_an_enqueuer_resumes_by_the_position_in_each_shard(path, backend):
-    source = HDF5Source(path, batch_size=5, shuffle=True, window=20)
-    options = dict(shards=3, random_seed=7, **backend)
-    with GeneratorEnqueuer(source, workers=2, **options) as enqueuer:
-        batches = iter(enqueuer)
-        head = rows_of([next(batches) for _ in range(10)])
-        state = json.loads(json.dumps(enqueuer.state_dict()))
-    assert sorted(number for _, number in state["positions"]) == [3, 3, 4]
-    later = GeneratorEnqueuer(source, **options)
-    later.load_state_dict(state)
-    with later:
-        assert sorted(head + rows_of(later)) == list(range(ROWS))
 
 
 @pytest.mark.parametrize(
@@ -940,38 +913,3 @@ def test_describe_lists_the_datasets(tmp_path):
         "tail": ((100,), "ragged int16", "lzf", True),
         "x": ((100, 3), "float32", "lzf", True),
     }
-
-
-# --- training ---
-
-
-def labelled(shard):
-    for _ in shard.split(range(20)):
-        x = shard.rng.normal(size=(50, 4)).astype("float32")
-        yield {"x": x, "y": (x @ [1.0, -2.0, 0.5, 0.0] > 0).astype("float32")}
-
-
-@pytest.mark.parametrize("method", ["thread", "process"])
-def test_a_model_learns_from_it(tmp_path, method):
-    pack(labelled, tmp_path / "a.h5", shards=4, backend=method, random_seed=7, chunk_rows=16)
-    source = HDF5Source(tmp_path / "a.h5", ("x", "y"), 32, shuffle=True)
-    weights, losses = np.zeros(4), []
-    with GeneratorEnqueuer(source, workers=2, backend=method, random_seed=7) as enqueuer:
-        for _ in range(5):
-            epoch = []
-            for x, y in enqueuer:
-                p = 1 / (1 + np.exp(-x @ weights))
-                epoch.append(-np.mean(np.log(np.where(y > 0, p, 1 - p))))
-                weights -= 0.5 * x.T @ (p - y) / len(y)
-            losses.append(np.mean(epoch))
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_the_page_begins_with_what_works(tmp_path, monkeypatch, capsys):
-    page = Path(__file__).parents[2] / "docs" / "howto" / "pack_into_hdf5.rst"
-    block = page.read_text().split(".. code-block:: python\n\n", 1)[1]
-    block = re.split(r"\n(?=\S)", block, maxsplit=1)[0]  # up to the first line without indent
-    monkeypatch.chdir(tmp_path)
-    exec(textwrap.dedent(block), {"__name__": "__main__"})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" (64,)")]
-    assert lines == [f"{epoch} (64, 3) (64,)" for epoch in range(3) for _ in range(100)]

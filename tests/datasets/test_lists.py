@@ -2,17 +2,15 @@
 
 import os
 import re
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import needs_installed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import FrameworkUnavailable, OrderedEnqueuer
-from enqueuer.datasets.files import find_files, load_array, load_image, read_list
+from enqueuer.datasets.files import find_files, load_array, read_list
 
 TEXT = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\0"), min_size=1, max_size=8
@@ -95,11 +93,6 @@ def test_a_mark_of_utf8_and_names_that_are_not_utf8_are_read(tmp_path):
     first, second = read_list(path)
     assert os.path.basename(first[0]) == "a.png"
     assert Path(second[0]).read_bytes() == b"it"
-
-
-def test_a_list_that_is_missing_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_list(tmp_path / "train.txt")
 
 
 # --- found ---------------------------------------------------------------------------------------
@@ -188,33 +181,6 @@ def test_no_pattern_is_an_error():
 # --- loading ---
 
 
-def load(file):
-    path, label = file
-    return load_image(path, mode="BGR", size=(8, 6)), label
-
-
-def test_a_list_of_images_becomes_batches(backend, tmp_path):
-    needs_installed("PIL")
-    from PIL import Image
-
-    lines = []
-    for number in range(7):
-        name = f"image {number}.png"
-        Image.fromarray(np.full((5, 4, 3), 30 * number, np.uint8)).save(tmp_path / name)
-        lines.append(f'"{name}" {number}  # it is grey\n')
-    (tmp_path / "train.txt").write_text("".join(lines))
-    files = read_list(tmp_path / "train.txt")
-    with OrderedEnqueuer(files, load, True, batch_size=3, workers=2, **backend) as enqueuer:
-        assert len(enqueuer) == 3
-        for _ in range(2):
-            seen = []
-            for images, labels in enqueuer:
-                assert images.shape == (len(labels), 8, 6, 3)
-                assert (images == 30 * labels[:, None, None, None]).all()
-                seen.extend(labels.tolist())
-            assert sorted(seen) == list(range(7))
-
-
 def label_of(file):
     return load_array(file[0])
 
@@ -257,14 +223,3 @@ def test_a_missing_package_is_no_fault_of_a_file(backend):
     with OrderedEnqueuer(["a", "b"], lacking, on_error="skip", **backend) as enqueuer:
         with pytest.raises(FrameworkUnavailable):
             list(enqueuer)
-
-
-@pytest.mark.thorough
-def test_what_the_page_begins_with_runs(tmp_path, monkeypatch, capsys):
-    page = Path(__file__).parents[2] / "docs" / "howto" / "read_files.rst"
-    block = page.read_text().split(".. code-block:: python\n\n", 1)[1]
-    program = textwrap.dedent(block[: re.search(r"^\S", block, re.MULTILINE).start()])
-    monkeypatch.chdir(tmp_path)
-    exec(program, {})
-    whole, rest = "(64, 224, 224, 3) (64,)", "(36, 224, 224, 3) (36,)"
-    assert capsys.readouterr().out.splitlines() == [whole, rest] * 2

@@ -59,13 +59,6 @@ def test_a_size_is_height_and_width(image):
     assert load_image(image(), size=5, mode="L").shape == (5, 5)
 
 
-def test_an_image_is_turned_as_its_exif_data_say(image):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned by 90 degrees
-    loaded = load_image(image(exif=exif))
-    assert np.array_equal(loaded, np.rot90(PIXELS, -1))
-
-
 @pytest.mark.parametrize("orientation", [*range(9), 77])
 def test_each_orientation_is_turned_as_pillow_does(image, orientation):
     exif = Image.Exif()

@@ -23,7 +23,7 @@ from helpers import (
     wait_until,
 )
 
-from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -68,17 +68,6 @@ def test_a_forked_child_cannot_use_its_parents_enqueuer(backend):
 
 
 ONE_OF_EACH = [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]
-
-
-@pytest.mark.parametrize("options", ONE_OF_EACH)
-def test_a_forked_child_cannot_use_its_parents_tasks(options):
-    with OrderedEnqueuer(range(100), abs, **options) as enqueuer:
-        batches = enqueuer.get()
-        assert next(batches) == 0
-        says = f"InvalidState: this enqueuer belongs to process {os.getpid()}"
-        assert in_a_child(lambda: next(batches)).startswith(says)
-        assert in_a_child(enqueuer.stop) == "None"
-        assert next(batches) == 1
 
 
 @pytest.mark.parametrize("options", ONE_OF_EACH)
@@ -285,24 +274,6 @@ def test_generators_may_use_multiprocessing(process):
 # --- one in the other, and side by side ---
 
 
-@pytest.mark.thorough("processes")
-def test_enqueuers_may_be_nested(backend):
-    def inner(shard):
-        yield from shard.split(range(6))
-
-    def middle(shard):
-        for _ in range(2):
-            with GeneratorEnqueuer(inner, workers=2, **backend) as enqueuer:
-                yield list(enqueuer)
-
-    def outer(shard):
-        with GeneratorEnqueuer(middle, **backend) as enqueuer:
-            yield from enqueuer
-
-    with GeneratorEnqueuer(outer, **backend) as enqueuer:
-        assert list(enqueuer) == [list(range(6))] * 2
-
-
 @pytest.mark.thorough
 def test_the_workers_of_a_killed_worker_die_with_it(process):
     def inner(shard):
@@ -390,3 +361,21 @@ def test_a_daemonic_host(method, tmp_path):
         assert "use backend=Processes(start_method='forkserver')" in out
     else:
         assert out == f"{list(range(12))}\n"
+
+
+@pytest.mark.thorough("processes")
+def test_enqueuers_may_be_nested(backend):
+    def inner(shard):
+        yield from shard.split(range(6))
+
+    def middle(shard):
+        for _ in range(2):
+            with GeneratorEnqueuer(inner, workers=2, **backend) as enqueuer:
+                yield list(enqueuer)
+
+    def outer(shard):
+        with GeneratorEnqueuer(middle, **backend) as enqueuer:
+            yield from enqueuer
+
+    with GeneratorEnqueuer(outer, **backend) as enqueuer:
+        assert list(enqueuer) == [list(range(6))] * 2

@@ -51,21 +51,14 @@ class Deadly:
         return x
 
 
-def test_a_death_is_told_in_its_turn_and_names_the_task(process, tmp_path):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_death_is_told_in_its_turn_and_names_the_task(process, tmp_path, workers):
     seen = []
-    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), workers=3, **process) as enqueuer:
+    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), workers=workers, **process) as enqueuer:
         with pytest.raises(WorkerDied, match="was killed by SIGKILL") as caught:
             seen.extend(iter(enqueuer))
     assert seen == [0, 1, 2, 3, 4]
     assert "task 5, element 5" in caught.value.__notes__[0]
-
-
-def test_a_death_with_one_worker_is_told(process, tmp_path):
-    seen = []
-    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), **process) as enqueuer:
-        with pytest.raises(WorkerDied):
-            seen.extend(iter(enqueuer))
-    assert seen == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

@@ -21,7 +21,6 @@ from helpers import (
     counting,
     run_program,
     start_method_of,
-    wait_until,
 )
 
 from enqueuer import GeneratorEnqueuer, Processes, WorkerDied
@@ -145,26 +144,6 @@ def test_a_worker_that_is_killed_before_its_first_word(process):
     with GeneratorEnqueuer(counting, workers=2, **process) as enqueuer:
         os.kill(core_of(enqueuer).run.backend.pool.workers[0].process.pid, signal.SIGKILL)
         expect_death(iter(enqueuer), r"worker 0 .* was killed by SIGKILL")
-
-
-def test_the_other_workers_go_on_until_their_turn_is_over(process):
-    """In order, the death is told when it is the dead worker's turn."""
-
-    def source(shard):
-        if shard.index == 1:
-            yield os.getpid()
-            time.sleep(1000)
-        yield from range(3)
-
-    with GeneratorEnqueuer(source, workers=2, max_queue_size=10, **process) as enqueuer:
-        batches = iter(enqueuer)
-        assert next(batches) == 0
-        pid = next(batches)
-        wait_until(lambda: enqueuer.queue.qsize() == 2)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not alive(pid))
-        assert next(batches) == 1
-        expect_death(batches)
 
 
 # --- what could hide a death ---
@@ -348,18 +327,6 @@ with GeneratorEnqueuer(helpers.twelve, workers=2, OPTIONS) as enqueuer:
 
 
 needs_server = pytest.mark.skipif("forkserver" not in METHODS, reason="there is no fork server")
-
-
-@pytest.mark.thorough
-@needs_server
-def test_a_fork_server_that_was_killed_is_replaced(tmp_path):
-    text = """
-for _ in range(3):
-    with GeneratorEnqueuer(helpers.counting, OPTIONS) as enqueuer:
-        assert next(iter(enqueuer)) == (0, 0)
-    os.kill(fork_server.server.popen.pid, signal.SIGKILL)
-"""
-    check_program(tmp_path, program(text, "forkserver"))
 
 
 @pytest.mark.thorough

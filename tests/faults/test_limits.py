@@ -43,12 +43,15 @@ def run(request, tmp_path):
     """Run a program that begins with the lines above, by each start method."""
 
     def run(text, **options):
-        lines = [line for line in text.splitlines() if line.strip()]
-        text = BEGIN + "\n".join("    " + line for line in lines)
-        text = text.replace("METHOD", repr(request.param))
-        return run_program(tmp_path, text, **options)
+        return run_program(tmp_path, BEGIN + indented(text, request.param), **options)
 
     return run
+
+
+def indented(text, method):
+    """Return lines as those of BEGIN, with a start method."""
+    lines = [f"    {line}" for line in text.splitlines() if line.strip()]
+    return "\n".join(lines).replace("METHOD", repr(method))
 
 
 @pytest.mark.thorough
@@ -81,8 +84,7 @@ assert refused > 5, refused
 with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueuer:
     assert list(enqueuer) == list(range(12))
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 @pytest.mark.thorough
@@ -117,9 +119,7 @@ for more in range(0, 70, 7):
     assert len(os.listdir("/proc/self/fd")) <= len(before), more
 assert 5 < refused < 10, refused
 """
-    lines = [line for line in text.splitlines() if line.strip()]
-    text = BEGIN + "\n".join("    " + line for line in lines)
-    assert run_program(tmp_path, text.replace("METHOD", repr(method))) == (0, "", "")
+    assert run_program(tmp_path, BEGIN + indented(text, method)) == (0, "", "")
 
 
 def test_a_source_that_finds_no_descriptor_when_it_is_pickled_is_no_culprit(run):
@@ -146,8 +146,7 @@ assert "Too many open files" in message and "ulimit -n" in message, message
 with enqueuer:
     assert list(enqueuer) == [0]
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 def test_a_consumer_that_runs_out_of_descriptors_gets_a_clear_error(run):
@@ -172,8 +171,7 @@ with GeneratorEnqueuer(large, backend=Processes(start_method=METHOD), max_queue_
         os.close(fd)
     assert all((batch == number).all() for number, batch in enumerate(kept))
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 def test_a_consumer_that_runs_out_of_address_space_gets_a_clear_error(run):
@@ -196,8 +194,7 @@ with GeneratorEnqueuer(large, backend=Processes(start_method=METHOD), max_queue_
     limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
     assert all((batch == number).all() for number, batch in enumerate(kept))
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 @pytest.mark.parametrize("what", ["RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE"])
@@ -265,8 +262,7 @@ except StartError as error:
 else:
     raise AssertionError("no error")
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 def test_a_local_error_of_a_worker_without_descriptors_arrives_as_itself(run):
@@ -285,8 +281,7 @@ with GeneratorEnqueuer(source, backend=Processes(start_method=METHOD)) as enqueu
     else:
         raise AssertionError("no error")
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 @pytest.mark.thorough
@@ -305,8 +300,7 @@ for _ in range(2):
     assert all((array == number).all() for number, batch in enumerate(kept) for array in batch)
     del kept
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 @pytest.mark.thorough
@@ -324,8 +318,7 @@ for _ in range(2):
     assert all((batch == number % 256).all() for number, batch in enumerate(kept))
     del kept
 """
-    code, out, err = run(text)
-    assert (code, out, err) == (0, "", ""), err
+    assert run(text) == (0, "", "")
 
 
 @pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import IS_RAY
-from helpers import LIMIT, Program, bytes_of, pid_of, random_batches, wait_until
+from helpers import LIMIT, Program, pid_of, wait_until
 
 from enqueuer import (
     BatchTimeout,
@@ -27,7 +27,6 @@ from enqueuer import (
     StallWarning,
     StartError,
     WorkerDied,
-    prefetch,
 )
 
 pytestmark = pytest.mark.skipif(not IS_RAY, reason="ENQUEUER_RAY=1 runs it")
@@ -230,15 +229,6 @@ def test_options_that_no_node_can_satisfy_are_named(kind):
     enqueuer.stop()
 
 
-def test_an_option_of_our_own_is_refused():
-    with pytest.raises(ValueError, match="actor_options cannot set max_restarts, name"):
-        GeneratorEnqueuer(where, backend=Ray(actor_options={"max_restarts": 3, "name": "x"}))
-    with pytest.raises(TypeError, match=r"'ray_options'; give backend=Ray\(actor_options="):
-        GeneratorEnqueuer(where, ray_options={}, backend="process")
-    with pytest.raises(TypeError, match="actor_options must be a mapping"):
-        GeneratorEnqueuer(where, backend=Ray(actor_options=["num_cpus"]))
-
-
 def test_actors_without_room_are_reported():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -271,13 +261,6 @@ def test_large_arrays_are_read_only_unless_asked_for():
             assert (batch["x"] == batch["n"] + 1).all()
 
 
-def test_what_is_kept_outlives_the_actors():
-    with GeneratorEnqueuer(large, **RAY) as enqueuer:
-        kept = list(enqueuer)
-    del enqueuer
-    assert [int(batch["x"].sum()) for batch in kept] == [0, 100_000, 200_000]
-
-
 def test_batches_that_are_dropped_make_room_in_the_object_store():
     def source():
         # These are 800 MB, and the store of a node has 200 MB.
@@ -286,12 +269,6 @@ def test_batches_that_are_dropped_make_room_in_the_object_store():
 
     with GeneratorEnqueuer(source, max_queue_size=4, **RAY) as enqueuer:
         assert [int(batch[-1]) for batch in enqueuer] == list(range(100))
-
-
-def test_the_batches_are_those_of_threads():
-    wanted = [bytes_of(batch) for batch in prefetch(random_batches, shards=3, random_seed=5)]
-    got = prefetch(random_batches, workers=2, shards=3, random_seed=5, **RAY)
-    assert [bytes_of(batch) for batch in got] == wanted
 
 
 def test_a_module_of_the_drivers_path_is_found(tmp_path, monkeypatch):
@@ -335,14 +312,6 @@ def test_the_log_says_who_died_and_who_goes_on(caplog):
 
 
 # --- whose Ray it is ---
-
-
-def test_another_address_than_that_of_this_process_is_refused(cluster):
-    with GeneratorEnqueuer(large, backend=Ray(address=cluster.address)) as enqueuer:
-        assert len(list(enqueuer)) == 3
-    enqueuer = GeneratorEnqueuer(large, backend=Ray(address="203.0.113.1:6379"))
-    with pytest.raises(StartError, match="this process is connected to Ray at"):
-        enqueuer.start()
 
 
 @pytest.fixture
@@ -393,20 +362,6 @@ def test_a_ray_that_was_started_for_it_ends_with_the_last_enqueuer(folder):
     """,
     )
     assert reported == [[list(range(6)), list(range(6))], [True], [False]]
-
-
-@pytest.mark.timeout(120)
-def test_a_ray_that_was_there_stays(folder):
-    reported = run(
-        folder,
-        """
-    ray.init(address="local", num_cpus=2, include_dashboard=False)
-    with GeneratorEnqueuer(numbers, backend="ray", workers=4) as enqueuer:  # more than CPUs
-        report(list(enqueuer))
-    report(ray.is_initialized())
-    """,
-    )
-    assert reported == [[list(range(6))], [True]]
 
 
 @pytest.mark.timeout(120)

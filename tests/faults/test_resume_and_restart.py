@@ -296,61 +296,35 @@ def for_drawn_runs(request, options, count):
     return run_all
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("knows", [False, True])
+# Pauses of the killer, on average.
+AT_ANY_MOMENT, DURING_THE_START = [0.001, 0.01, 0.03], [0.0001, 0.001, 0.003]
+
+
+@pytest.mark.parametrize(
+    ("pauses_s", "knows"),
+    [
+        pytest.param(AT_ANY_MOMENT, False, marks=pytest.mark.thorough),
+        pytest.param(AT_ANY_MOMENT, True, marks=pytest.mark.thorough),
+        (DURING_THE_START, False),
+    ],
+    ids=["any moment", "any moment, knows", "start"],
+)
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.repeats
-def test_kills_at_random_moments_change_nothing(request, process, ordered, knows, told):
+def test_kills_at_random_moments_change_nothing(request, process, ordered, pauses_s, knows, told):
+    starting = pauses_s is DURING_THE_START
+
     @for_drawn_runs(request, process, 3)
     def check(rng):
         source = drawn_source(rng, draws_globals=not knows, knows=knows)
         options = dict(process, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
         reader = Reader(ordered)
-        pause_s = rng.choice([0.001, 0.01, 0.03]) * cost(process)
-        with Killer(rng, pause_s, most=rng.randint(2, 5)) as killer:
+        pause_s = rng.choice(pauses_s) * cost(process) ** (2 if starting else 1)
+        with Killer(rng, pause_s, most=rng.randint(2, 5), starting=starting) as killer:
             with make(source, options) as enqueuer:
                 killer.enqueuer = enqueuer
-                reader.read(enqueuer)
-                killer.enqueuer = None
-                told.update(runs=1, kills=killer.kills, restarts=enqueuer.restart_count)
-        reader.check(source)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.repeats
-def test_kills_between_two_items_and_between_epochs_change_nothing(request, process, ordered, told):
-    @for_drawn_runs(request, process, 2)
-    def check(rng):
-        source = drawn_source(rng, draws_globals=True)
-        options = dict(process, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
-        reader, epochs = Reader(ordered), set()
-        with make(source, options) as enqueuer:
-
-            def kill_sometimes():
-                between = reader.epoch not in epochs
-                epochs.add(reader.epoch)
-                if between or rng.random() < 0.01:
-                    told.update(kills=kill_one(enqueuer, rng))
-
-            reader.read(enqueuer, after_each=kill_sometimes)
-            told.update(runs=1, restarts=enqueuer.restart_count)
-        reader.check(source)
-
-
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.repeats
-def test_kills_during_the_start_change_nothing(request, process, ordered, told):
-    @for_drawn_runs(request, process, 2)
-    def check(rng):
-        source = drawn_source(rng, draws_globals=True)
-        options = dict(process, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
-        reader = Reader(ordered)
-        pause_s = rng.choice([0.0001, 0.001, 0.003]) * cost(process) ** 2
-        with Killer(rng, pause_s, most=rng.randint(2, 5), starting=True) as killer:
-            with make(source, options) as enqueuer:
-                killer.enqueuer = enqueuer
-                told.update(kills=kill_one(enqueuer, rng, starting=True))
+                if starting:
+                    told.update(kills=kill_one(enqueuer, rng, starting=True))
                 reader.read(enqueuer)
                 killer.enqueuer = None
                 told.update(runs=1, kills=killer.kills, restarts=enqueuer.restart_count)

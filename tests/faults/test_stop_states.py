@@ -129,32 +129,6 @@ def test_workers_that_have_just_begun_are_stopped(process):
     helpers.check_prompt(timed_stop(enqueuer, "just begun", process), limit)
 
 
-@pytest.mark.thorough
-@helpers.retry_if_disturbed
-def test_stop_from_another_thread_ends_a_consumer_that_waits(process):
-    source = Hanging(helpers.hang)
-    ended_at = []
-    with GeneratorEnqueuer(source, **process) as enqueuer:
-        batches = iter(enqueuer)
-        next(batches)
-        consumer = threading.Thread(
-            target=lambda: ended_at.append((list(batches), time.monotonic()))
-        )
-        consumer.start()
-        wait_until(
-            lambda: (
-                not core_of(enqueuer).locks.lock.acquire(blocking=False)
-                or core_of(enqueuer).locks.lock.release()
-            )
-        )
-        before = time.monotonic()
-        enqueuer.stop(timeout=1)
-        consumer.join(LIMIT)
-    ((rest, at),) = ended_at
-    assert rest == []
-    helpers.check_prompt(at - before, PROMPT_S)  # it does not wait for the worker
-
-
 @pytest.mark.parametrize("times", range(5))
 def test_stop_while_another_thread_starts(backend, times):
     """Whichever is first: afterwards another stop() leaves nothing, and it can be started again."""
