@@ -121,14 +121,11 @@ def without_cpus(stats, share):
     return dataclasses.replace(stats, workers=tuple(workers))
 
 
-@pytest.mark.parametrize(("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7)])
+@pytest.mark.parametrize(
+    ("times", "workers"), [(0.1, 1), (1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (16, 16)]
+)
 def test_as_many_workers_as_making_takes_longer_than_using(times, workers):
     assert load(0.01 * times, 0.01).run(60)[-1] == workers
-
-
-@pytest.mark.parametrize("times", [16, 25, 31])
-def test_of_many_about_as_many(times):
-    assert times <= load(0.01 * times, 0.01).run(60)[-1] <= 1.25 * times
 
 
 def test_it_goes_to_the_number_at_once_and_comes_to_rest():
@@ -141,17 +138,13 @@ def test_never_more_than_the_most():
     assert load(1.0, 0.001, most=6).run(100)[-1] == 6
 
 
-def test_what_computes_gets_no_more_workers_than_there_are_cpus():
-    """Although it would seem to help, as where the time is not that of a CPU."""
-    assert load(1.0, 0.001, cpu_share=0.95, cpus=3.5).run(200)[-1] == 3
-
-
 @pytest.mark.parametrize(
-    ("cpu_share", "workers"), [(0.0, 32), (0.05, 32), (0.1, 29), (0.25, 11), (0.5, 5), (1.0, 2)]
+    ("cpu_share", "cpus", "workers"),
+    [(0.0, 2, 32), (0.05, 2, 32), (0.1, 2, 29), (0.25, 2, 11), (0.5, 2, 5), (1, 2, 2), (1, 3.5, 3)],
 )
-def test_what_waits_gets_as_many_workers_as_there_are_cpus_for(cpu_share, workers):
+def test_what_waits_gets_as_many_workers_as_there_are_cpus_for(cpu_share, cpus, workers):
     """Each needs only a part of one; of those that wait, there are half as many more."""
-    one = load(0.32, 0.01, most=64, cpu_share=cpu_share, cpus=2)
+    one = load(0.32, 0.01, most=64, cpu_share=cpu_share, cpus=cpus)
     assert one.run(200)[-1] == workers
 
 
@@ -293,10 +286,6 @@ def test_a_change_is_no_reason_for_a_stall():
     assert patient.run(20) == [1, 4]
     hasty = load(0.04, 0.01, longest_wait_s=0.5, replay_s=all_again)
     assert hasty.run(20) == [1]
-
-
-def test_early_what_is_done_again_is_little_and_it_is_changed_at_once():
-    assert load(0.04, 0.01, replay_s=all_again).run(20) == [1, 4]
 
 
 def test_late_it_waits_for_the_next_epoch():

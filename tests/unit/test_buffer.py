@@ -22,13 +22,6 @@ def is_waiting(thread):
     return thread.is_alive()
 
 
-def test_first_in_is_first_out():
-    buffer = Buffer(3)
-    for number in (1, 2, 3):
-        buffer.put(number)
-    assert [buffer.get() for _ in range(3)] == [1, 2, 3]
-
-
 def test_none_is_an_item():
     buffer = Buffer()
     buffer.put(None)

@@ -14,8 +14,6 @@ import traceback
 import helpers
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from enqueuer import ItemNotPicklable, WorkerError
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
@@ -169,31 +167,6 @@ def test_containers_keep_their_types_and_identity():
     assert list(copy) == list(value)
 
 
-NESTS = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
-    max_leaves=20,
-)
-
-
-@pytest.mark.thorough
-@given(NESTS)
-def test_any_nest_comes_back_equal(value):
-    assert there_and_back(value) == value
-
-
-def test_a_local_class_comes_back_as_itself():
-    class Local:
-        pass
-
-    assert type(there_and_back(Local())) is Local
-
-
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -317,13 +290,6 @@ def test_errors_of_ones_own_keep_their_attributes(error):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
-
-
-def test_frames_survive():
-    error, copy = sent(helpers.raise_value_error)
-    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(copy.__traceback__)]
-    expected = traceback.extract_tb(error.__traceback__)
-    assert frames == [(f.filename, f.lineno, f.name) for f in expected]
 
 
 def test_a_long_traceback_loses_its_middle():

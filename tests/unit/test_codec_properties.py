@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from enqueuer.common.descriptors import Descriptor
-from enqueuer.transport import item_codec
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
@@ -146,22 +145,6 @@ def same_arrays(got, sent):
     if sent.flags.forc and got.flags.writeable != sent.flags.writeable:
         return False
     return got.tobytes() == sent.tobytes()
-
-
-ENCODER = item_codec.Encoder()  # one for all, as a worker has it
-
-
-@pytest.mark.thorough
-@given(NESTS)
-@settings(max_examples=200)
-def test_any_nest_is_the_same_after_the_codec(value):
-    data, buffers = ENCODER.encode(value)
-    copies = [memoryview(bytearray(np.asarray(buffer).tobytes())) for buffer in buffers]
-    assert same(item_codec.decode(bytes(data), copies), value)
-
-
-def read(inbox):
-    inbox.control.pump()
 
 
 class Channel:

@@ -87,9 +87,15 @@ def test_who_comes_late_has_room_for_the_next_job_of_each_thread(threads, gate, 
     assert not threads.has_room
 
 
-def test_who_comes_in_time_has_room_for_the_present_jobs_only(threads, gate, monkeypatch):
-    monkeypatch.setattr(task_loop, "LATE_NS", 1e18)
-    end_one_of_three(threads, gate)
+@pytest.mark.parametrize(
+    ("limit", "value"),
+    [("LATE_NS", 1e18), ("LATE_FOR_NS", 0), ("SHORT_NS", 0)],
+    ids=["in time", "late long ago", "after a long job"],
+)
+def test_others_have_room_for_the_present_jobs_only(threads, gate, late, monkeypatch, limit, value):
+    with monkeypatch.context() as patched:
+        patched.setattr(task_loop, limit, value)
+        end_one_of_three(threads, gate)
     assert not threads.has_room
 
 
@@ -110,21 +116,6 @@ def test_who_came_late_is_late_for_a_while(threads, gate, late, monkeypatch):
     submit(threads, other)
     assert threads.has_room
     other.set()
-
-
-def test_who_came_late_long_ago_has_room_for_the_present_jobs_only(
-    threads, gate, late, monkeypatch
-):
-    monkeypatch.setattr(task_loop, "LATE_FOR_NS", 0)
-    end_one_of_three(threads, gate)
-    assert not threads.has_room
-
-
-def test_after_a_long_job_there_is_room_for_the_present_ones_only(threads, gate, late, monkeypatch):
-    monkeypatch.setattr(task_loop, "SHORT_NS", 0)
-    end_one_of_three(threads, gate)
-    monkeypatch.setattr(task_loop, "SHORT_NS", 1e18)
-    assert not threads.has_room
 
 
 def test_behind_a_job_that_has_run_for_long_there_is_no_room(threads, gate, late, monkeypatch):

@@ -9,12 +9,6 @@ import pytest
 import enqueuer
 
 
-def test_every_public_name_can_be_imported_and_is_listed():
-    for name in enqueuer.__all__:
-        assert getattr(enqueuer, name) is not None
-        assert name in dir(enqueuer)
-
-
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'enqueuer' has no attribute 'Enqueuer'"):
         _ = enqueuer.Enqueuer

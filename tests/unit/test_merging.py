@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.backends.shard_schedule import ANY, AsTheyCome, RoundRobin
+from enqueuer.backends.shard_schedule import RoundRobin
 from enqueuer.workers.messages import Item, Start
 
 
@@ -53,16 +53,6 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
     for worker in range(workers):
         mine = range(worker, len(lengths), workers)
         assert read(mine) == [shard for shard in whole if shard in mine]
-
-
-def test_as_they_come_takes_any_until_all_have_ended():
-    order = AsTheyCome(fresh(range(2)))
-    assert order.turn() is ANY
-    take(order, 1, 0)
-    order.ended(1)
-    assert not order.done
-    order.ended(0)
-    assert order.done
 
 
 @given(LENGTHS, st.data())

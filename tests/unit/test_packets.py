@@ -24,14 +24,6 @@ def texts(packets):
     return [data for data, _ in packets.received]
 
 
-def test_packets_arrive_whole_and_in_order(ends):
-    one, other = ends
-    for size in (1, 100, 30_000):
-        assert one.send(bytes([size % 256]) * size)
-    assert [len(data) for data in texts(other)] == [1, 100, 30_000]
-    assert not other.ended
-
-
 def test_descriptors_travel(ends):
     one, other = ends
     read, write = os.pipe()

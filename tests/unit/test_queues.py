@@ -1,12 +1,10 @@
 """Unit: taking from a queue until a time."""
 
 import queue
-import threading
 import time
 from queue import SimpleQueue
 
 import pytest
-from helpers import LIMIT
 
 from enqueuer.backends.thread.inbox import get_until
 
@@ -17,13 +15,3 @@ def test_a_new_queue_is_waited_for_until_the_time_and_no_longer(late_s):
     for _ in range(20 if late_s < 0 else 20_000):
         with pytest.raises(queue.Empty):
             get_until(SimpleQueue(), time.monotonic() - late_s)
-
-
-@pytest.mark.parametrize("limit", [None, LIMIT])
-def test_what_is_there_or_comes_is_taken(limit):
-    end = None if limit is None else time.monotonic() + limit
-    source = SimpleQueue()
-    source.put(1)
-    assert get_until(source, end) == 1
-    threading.Timer(0.01, source.put, [2]).start()
-    assert get_until(source, end) == 2

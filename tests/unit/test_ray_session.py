@@ -197,8 +197,7 @@ def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):
 
 
 def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_another_one(ray):
-    session = Session(RayOptions())
-    session.join()
+    session = joined()
     session.check()
     ray.shutdown()
     ray.init()
@@ -209,8 +208,7 @@ def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_anothe
 def test_who_asks_while_another_thread_shuts_ray_down_is_kept_until_that_is_over(ray):
     connection = types.SimpleNamespace(core_worker=object())
     ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
-    session = Session(RayOptions())
-    session.join()
+    session = joined()
     asked, raised = threading.Event(), threading.Event()
 
     def ask():
@@ -233,8 +231,7 @@ def test_a_shutdown_that_was_broken_off_keeps_whoever_asks_only_once(ray, monkey
     monkeypatch.setattr(ray_session, "_SHUTDOWN_S", 0.01)
     connection = types.SimpleNamespace(core_worker=object())
     ray._private = types.SimpleNamespace(worker=types.SimpleNamespace(global_worker=connection))
-    session = Session(RayOptions())
-    session.join()
+    session = joined()
     ray.shutdown()
     with pytest.raises(Gone):
         session.check()

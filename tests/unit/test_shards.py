@@ -58,13 +58,6 @@ def test_what_has_no_order_is_refused(items):
         Shard(0, 2, 0, 7).split(items)
 
 
-def test_the_generator_is_that_of_the_seed_sequence():
-    shard = Shard(2, 3, 5, 11)
-    sequence = np.random.SeedSequence(11, spawn_key=(5, 2))
-    assert (shard.rng.random(4) == np.random.default_rng(sequence).random(4)).all()
-    assert shard.rng is shard.rng
-
-
 def test_seeds_differ_by_seed_epoch_and_index():
     seeds = {Shard(i, 4, e, s).seed for i in range(4) for e in range(4) for s in range(4)}
     assert len(seeds) == 64

@@ -54,14 +54,6 @@ def test_several_items_wake_as_many_threads(queue):
         assert len(taker.items) == 1
 
 
-def test_the_end_wakes_all_threads(queue):
-    takers = [Taker(queue) for _ in range(THREADS)]
-    wait_until(lambda: all(taker.waits for taker in takers))
-    queue.close()
-    for taker in takers:
-        taker.join()
-
-
 def test_each_item_is_taken_once_whoever_puts_and_takes(queue):
     takers, counts = [Taker(queue) for _ in range(THREADS)], range(1, 200)
 

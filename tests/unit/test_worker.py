@@ -52,11 +52,6 @@ def test_shards_go_in_turn_and_ended_ones_drop_out():
     ]
 
 
-def test_none_is_skipped_and_counted():
-    sender = ran(lambda: iter([None, "a", None, "b"]), Sender(), shards=1)
-    assert sender == [Item(0, 1, "a"), Item(0, 3, "b"), End(0, number=4)]
-
-
 def test_a_source_of_nothing_but_none_can_be_stopped():
     with pytest.raises(Closed):
         ran(lambda: iter(lambda: None, 1), Sender(limit=0), shards=1)
@@ -97,24 +92,6 @@ def test_closed_closes_the_generators_and_goes_up():
     assert sorted(closed) == [0, 1]
 
 
-def test_closed_by_the_users_own_code_is_a_failure():
-    def source():
-        yield 1
-        raise Closed("the user's")
-
-    assert isinstance(ran(source, Sender(), shards=1)[-1], Failure)
-
-
-def test_stop_iteration_of_the_function_is_a_failure_and_no_end():
-    def source():
-        raise StopIteration(5)
-
-    (failure,) = ran(source, Sender(), shards=1)
-    assert (failure.shard, failure.number) == (0, 0)
-    assert type(failure.error) is RuntimeError
-    assert type(failure.error.__cause__) is StopIteration
-
-
 def test_what_goes_wrong_in_finally_is_logged(caplog):
     def source():
         try:
@@ -150,12 +127,6 @@ def test_serve_runs_epochs_until_there_are_no_orders():
     assert sender == [Item(1, 0, 0), End(1, number=1), Item(1, 0, 1), End(1, number=1)]
 
 
-def test_serve_goes_home_when_the_consumer_left():
-    sender = Sender(limit=1, epochs=[Epoch(0), Epoch(1)])
-    serve(Plan(as_source(lambda: iter("abc")), (0,), 1, 7), sender)
-    assert sender == [Item(0, 0, "a")]
-
-
 def test_reports_go_before_the_item_they_came_before():
     errors = [KeyError(n) for n in range(3)]
 
@@ -183,3 +154,21 @@ def test_a_consumer_that_leaves_at_a_report_is_no_failure():
     with pytest.raises(Closed, match="enough"):
         ran(source, sender, shards=1)
     assert sender == []
+
+
+def test_closed_by_the_users_own_code_is_a_failure():
+    def source():
+        yield 1
+        raise Closed("the user's")
+
+    assert isinstance(ran(source, Sender(), shards=1)[-1], Failure)
+
+
+def test_stop_iteration_of_the_function_is_a_failure_and_no_end():
+    def source():
+        raise StopIteration(5)
+
+    (failure,) = ran(source, Sender(), shards=1)
+    assert (failure.shard, failure.number) == (0, 0)
+    assert type(failure.error) is RuntimeError
+    assert type(failure.error.__cause__) is StopIteration
