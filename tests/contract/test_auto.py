@@ -1,13 +1,10 @@
 """workers="auto": the right number is found, it stays, and the batches are what they always are."""
 
 import functools
-import hashlib
 import itertools
 import json
 import logging
 import math
-import os
-import pickle
 import re
 import threading
 import time
@@ -16,12 +13,19 @@ import numpy as np
 import psutil
 import pytest
 from conftest import IS_RAY, actors, without
-from helpers import LIMIT, Disturbed, bytes_of, random_batches, retry_if_disturbed, twelve
+from helpers import (
+    LIMIT,
+    Disturbed,
+    bytes_of,
+    kill_once,
+    random_batches,
+    retry_if_disturbed,
+    twelve,
+)
 
 from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError, imap, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring import autoscaler
-from enqueuer.monitoring.stats import OFTEN_LACKS_CPU, total
 
 BACKENDS = without("process-spawn", "process-fork-portable")
 MAKE_S = 0.02
@@ -69,6 +73,16 @@ def sleepy_task(element):
     return element
 
 
+KINDS = ["tasks", "shards"]
+
+
+def endless(kind, **options):
+    """Return an enqueuer of tasks or shards without an end, each of which takes some time."""
+    if kind == "shards":
+        return GeneratorEnqueuer(sleepy, **options)
+    return OrderedEnqueuer(range(100_000), sleepy_task, **options)
+
+
 def in_turn(count, shards):
     return [(number % shards, number // shards) for number in range(count)]
 
@@ -105,50 +119,27 @@ class Loop:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("kind", KINDS)
 @retry_if_disturbed
-def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options):
+def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options, kind):
     """And the batches come in order. Ranges are wide, as other programs may run beside."""
-    with GeneratorEnqueuer(sleepy, workers=Auto(most=8), shards=8, **options) as enqueuer:
+    with endless(kind, workers=Auto(most=8), **options) as enqueuer:
         loop = Loop(enqueuer, MAKE_S / 4)
         loop.run_until(lambda: core_of(enqueuer).run.workers >= 3, SOON_S)
         loop.run(2)
-        assert loop.seen == in_turn(len(loop.seen), 8)
+        count = len(loop.seen)
+        assert loop.seen == (in_turn(count, 16) if kind == "shards" else list(range(count)))
         assert loop.workers[0] == 1
         assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
 
 
 @pytest.mark.thorough
 @retry_if_disturbed
-def test_tasks_that_take_four_times_as_long_get_about_four(options):
-    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=8), **options)
-    with enqueuer:
-        loop = Loop(enqueuer, MAKE_S / 4)
-        loop.run_until(lambda: core_of(enqueuer).run.workers >= 3, SOON_S)
-        loop.run(2)
-        assert loop.seen == list(range(len(loop.seen)))
-        assert len(enqueuer.stats().workers) == core_of(enqueuer).run.workers
-
-
-@pytest.mark.thorough
-@retry_if_disturbed
 def test_a_loop_that_reads_from_the_queue_gets_as_many(options):
-    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options)
-    with enqueuer:
+    with endless("tasks", workers=Auto(most=4), **options) as enqueuer:
         loop = Loop(enqueuer, 0)
         loop.batches = iter(enqueuer.queue.get, None)
         loop.run_until(lambda: len(enqueuer.stats().workers) == 4, SOON_S)
-
-
-@pytest.mark.parametrize("tasks", [True, False])
-@retry_if_disturbed
-def test_latency_gets_as_many_threads_as_may_be(tasks):
-    if tasks:
-        made = OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=16))
-    else:
-        made = GeneratorEnqueuer(sleepy, workers=Auto(most=16))
-    with made as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.run_until(lambda: core_of(enqueuer).run.workers == 16, SOON_S)
 
 
 @pytest.mark.thorough
@@ -171,53 +162,6 @@ def test_what_computes_has_no_more_processes_than_cpus(monkeypatch):
         loop = Loop(enqueuer, 0)
         loop.run(4)
         loop.check(max(loop.workers) <= 2)
-
-
-def python_task(element):
-    end = time.thread_time() + MAKE_S
-    while time.thread_time() < end:
-        sum(range(200))
-    return element
-
-
-def hashed(element, data=bytes(20_000_000)):
-    """Compute without the GIL."""
-    return hashlib.sha256(data).digest()
-
-
-def measure(map, is_right, seconds=2.5):
-    """Run in threads, and check the numbers of workers.
-
-    Other programs may keep the threads from the CPUs, so that they seem to do something else.
-    """
-    with OrderedEnqueuer(range(100_000), map, workers=Auto(most=8)) as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.run(seconds)
-        found, stats = [n for n, _ in itertools.groupby(loop.workers)], enqueuer.stats()
-    loop.check(is_right(found, stats))
-
-
-@pytest.mark.thorough
-@pytest.mark.local
-@retry_if_disturbed
-def test_threads_that_compute_in_python_are_one_again(monkeypatch):
-    """More of them are no faster, as one at a time holds the GIL."""
-
-    def is_right(workers, stats):
-        # Where other programs take the CPUs, the rate does not show the effect of a step.
-        lacks_cpus = total(stats, "lacked_s") > OFTEN_LACKS_CPU / 2 * total(stats, "busy_s")
-        return max(workers) > 1 and (workers[-1] == 1 or lacks_cpus)
-
-    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 4.0)
-    measure(python_task, is_right, 8)
-
-
-@pytest.mark.thorough
-@pytest.mark.local
-@retry_if_disturbed
-def test_threads_that_release_the_gil_become_as_many_as_cpus(monkeypatch):
-    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    measure(hashed, lambda workers, stats: 2 in workers)
 
 
 def remote_file(element):
@@ -247,20 +191,6 @@ def test_what_waits_gets_many_more_workers_than_cpus_in_one_step(monkeypatch, ba
         loop.check(core_of(enqueuer).run.workers >= 12)
 
 
-@pytest.mark.thorough
-@pytest.mark.local
-@retry_if_disturbed
-def test_what_waits_at_once_in_each_worker_needs_few_workers(monkeypatch):
-    """32 elements that wait for 35 ms and compute for 1 ms keep a CPU busy."""
-    monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
-    options = dict(workers=Auto(most=24), concurrency=32, backend=Processes(start_method="fork"))
-    with OrderedEnqueuer(range(100_000), remote_file, **options) as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.run(3)
-        # Other programs may keep the workers from the CPUs, so that they seem to wait for longer.
-        loop.check(max(loop.workers) <= 4)
-
-
 # For actors the limit is the CPUs of the cluster, as their memory is not known.
 @pytest.mark.local
 @pytest.mark.parametrize(("kind", "most"), [("tasks", 128), ("shards", 16)])
@@ -274,16 +204,12 @@ def test_the_cpus_alone_are_no_limit(options, monkeypatch, kind, most):
 
     monkeypatch.setattr("enqueuer.monitoring.usage.cpus", lambda: 2.0)
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Recording)
-    if kind == "tasks":
-        made = OrderedEnqueuer(range(3), sleepy_task, workers="auto", **options)
-    else:
-        made = GeneratorEnqueuer(sleepy, workers="auto", **options)
-    with made:
+    with endless(kind, workers="auto", **options):
         assert given == [most]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["tasks", "shards"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_memory_is_a_limit(monkeypatch, caplog, kind):
     """A worker takes 1 kB, with its items a little more, and there is room for 2.
 
@@ -293,12 +219,7 @@ def test_memory_is_a_limit(monkeypatch, caplog, kind):
     monkeypatch.setattr(
         "enqueuer.monitoring.usage.available_bytes", lambda: 3000 if workers() < 3 else 600
     )
-    if kind == "tasks":
-        made = OrderedEnqueuer(
-            range(100_000), sleepy_task, workers="auto", backend=Processes(start_method="fork")
-        )
-    else:
-        made = GeneratorEnqueuer(sleepy, workers="auto", backend=Processes(start_method="fork"))
+    made = endless(kind, workers="auto", backend=Processes(start_method="fork"))
 
     def workers():
         return core_of(made).run.workers
@@ -325,20 +246,6 @@ def test_the_memory_of_items_is_a_limit_for_threads(monkeypatch, caplog):
         loop.run_until(lambda: caplog.records)
         assert core_of(enqueuer).run.workers <= 3
     assert "a worker takes 2.0 MB of memory" in caplog.records[0].message
-
-
-# A start of Ray would use CPU time while the loop is measured.
-@pytest.mark.thorough
-@pytest.mark.local
-@retry_if_disturbed
-def test_it_comes_to_rest(options):
-    """One and the same load: at its end nothing changes any more."""
-    with OrderedEnqueuer(range(100_000), sleepy_task, workers=Auto(most=4), **options) as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.run_until(lambda: core_of(enqueuer).run.workers == 4, SOON_S)
-        changes = len(loop.workers)
-        loop.run(3)
-        loop.check(set(loop.workers[changes:]) == {4})
 
 
 class Given:
@@ -378,22 +285,26 @@ def numbered(count, shard):
 
 
 @pytest.mark.thorough
-def test_those_who_are_retired_go_home(options, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_those_who_are_retired_go_home_and_the_trace_tells_of_it(
+    options, kind, monkeypatch, tmp_path
+):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
-    tasks = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
-    shards = GeneratorEnqueuer(sleepy, workers="auto", **options)
-    for made in (tasks, shards):
-        with made as enqueuer:
-            loop = Loop(enqueuer, 0)
-            alone = running_count()
-            for Given.workers in (4, 1, 3, 1):
-                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
-            loop.run_until(functools.partial(is_alone, alone))
+    path = tmp_path / "trace.json"
+    with endless(kind, workers="auto", trace=path, **options) as enqueuer:
+        loop = Loop(enqueuer, 0)
+        alone = running_count()
+        for Given.workers in (4, 1, 3, 1):
+            loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
+        loop.run_until(lambda: running_count() <= alone)
+    events = json.loads(path.read_text())
+    changes = [e["args"]["workers"] for e in events if e["name"] == "reconfigured"]
+    assert changes == [4, 1, 3, 1]
 
 
 def test_a_restart_begins_with_the_workers_that_the_last_run_had(options, monkeypatch):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
-    enqueuer = OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options)
+    enqueuer = endless("tasks", workers="auto", **options)
     Given.workers = 4
     with enqueuer:
         Loop(enqueuer, 0).run_until(lambda: len(enqueuer.stats().workers) == 4)
@@ -406,26 +317,9 @@ def test_a_restart_begins_with_the_workers_that_the_last_run_had(options, monkey
     enqueuer.stop()
 
 
-@pytest.mark.thorough
-def test_each_change_is_in_the_trace(options, monkeypatch, tmp_path):
-    monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
-    tasks = OrderedEnqueuer(
-        range(100_000), sleepy_task, workers="auto", trace=tmp_path / "tasks.json", **options
-    )
-    shards = GeneratorEnqueuer(sleepy, workers="auto", trace=tmp_path / "shards.json", **options)
-    for made, name in ((tasks, "tasks"), (shards, "shards")):
-        with made as enqueuer:
-            loop = Loop(enqueuer, 0)
-            for Given.workers in (3, 1):
-                loop.run_until(lambda: len(enqueuer.stats().workers) == Given.workers)
-        events = json.loads((tmp_path / f"{name}.json").read_text())
-        changes = [e["args"]["workers"] for e in events if e["name"] == "reconfigured"]
-        assert changes == [3, 1]
-
-
 def test_a_stall_report_names_the_workers_in_the_statistics(monkeypatch):
     monkeypatch.setattr("enqueuer.enqueuers.scaling.Autoscaler", Given)
-    with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto") as enqueuer:
+    with endless("tasks", workers="auto") as enqueuer:
         loop = Loop(enqueuer, 0)
         # Any of the workers may exit.
         for Given.workers in (3, 2, 4, 1):
@@ -442,10 +336,6 @@ def running_count():
     if IS_RAY:
         return max(1, len(actors()))
     return threading.active_count() + len(psutil.Process().children(recursive=True))
-
-
-def is_alone(alone):
-    return running_count() <= alone
 
 
 # --- the data ---
@@ -503,19 +393,6 @@ def test_each_task_is_done_once_and_in_order(backend, erratic, kind, concurrency
     assert list(OrderedEnqueuer(source, drawn, **options)) == whole
 
 
-@pytest.mark.thorough
-def test_endless_reading_goes_on_over_changes_of_concurrency(options, erratic):
-    plain = OrderedEnqueuer(range(20), drawn, random_seed=7)
-    with (
-        plain,
-        OrderedEnqueuer(
-            range(20), drawn, random_seed=7, workers="auto", concurrency="auto", **options
-        ) as enqueuer,
-    ):
-        some = list(itertools.islice(enqueuer.get(), 100))
-        assert some == list(itertools.islice(plain.get(), 100))
-
-
 def waits(element):
     time.sleep(0.02)
     return element
@@ -566,10 +443,9 @@ def test_without_order_nothing_is_lost_nor_comes_twice(backend, erratic):
     assert sorted(GeneratorEnqueuer(twelve, shards=4, **options)) == list(range(12))
 
 
-def dies_at_50(flag, element):
-    if element == 50 and not flag.exists():
-        flag.touch()
-        os._exit(3)
+def dies_at_50(mark, element):
+    if element == 50:
+        kill_once(mark)
     time.sleep(0.002)
     return element
 
@@ -601,31 +477,6 @@ def test_an_error_comes_in_its_turn(options, erratic):
 def fails_at_zero(element):
     time.sleep(0.001)
     return 1 / element
-
-
-def test_it_can_be_stopped_by_another_thread(options, erratic):
-    with GeneratorEnqueuer(sleepy, workers="auto", shards=4, **options) as enqueuer:
-        batches = iter(enqueuer)
-        next(batches)
-        timer = threading.Timer(0.3, enqueuer.stop)
-        timer.start()
-        for _ in batches:
-            pass
-        timer.join(LIMIT)
-        assert not enqueuer.is_running()
-
-
-def test_a_position_is_resumed_with_another_number_of_workers(options, erratic):
-    whole = list(GeneratorEnqueuer(random_batches, shards=5, random_seed=7))
-    with GeneratorEnqueuer(
-        random_batches, workers="auto", shards=5, random_seed=7, **options
-    ) as enqueuer:
-        head = list(itertools.islice(enqueuer, 9))
-        state = enqueuer.state_dict()
-    later = GeneratorEnqueuer(random_batches, workers="auto", shards=5, **options)
-    later.load_state_dict(state)
-    with later:
-        assert [bytes_of(b) for b in [*head, *later]] == [bytes_of(b) for b in whole]
 
 
 # --- shards ---
@@ -674,34 +525,12 @@ def test_a_number_at_the_start_or_later_takes_its_place(options):
     enqueuer.stop()
 
 
-def test_copies_are_tuned_too():
-    copy = pickle.loads(pickle.dumps(GeneratorEnqueuer(twelve, workers=Auto(most=3))))
-    assert core_of(copy).options.workers == Auto(most=3)
-    assert sorted(copy) == list(range(12))
-
-
 def test_the_short_forms_take_it_too():
     assert sorted(prefetch(twelve, workers="auto")) == list(range(12))
     assert list(imap(abs, range(5), workers=Auto(most=2))) == list(range(5))
 
 
 # --- arguments and what is said ---
-
-
-@pytest.mark.parametrize("kind", [GeneratorEnqueuer, OrderedEnqueuer])
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"workers": "many"}, r"workers must be an int, 'auto' or Auto\(...\), got 'many'"),
-        ({"workers": -1}, "workers must be >= 0, got -1"),
-    ],
-)
-def test_arguments_are_checked(kind, given, says):
-    source = twelve if kind is GeneratorEnqueuer else [1]
-    with pytest.raises(ValueError, match=says):
-        kind(source, **given)
-    with pytest.raises(ValueError, match="most must be >= 1, got 0"):
-        Auto(most=0)
 
 
 def test_each_change_is_logged_with_its_numbers(caplog):
@@ -717,7 +546,7 @@ def test_each_change_is_logged_with_its_numbers(caplog):
 @pytest.mark.thorough
 def test_workers_that_cannot_be_started_are_done_without(caplog, monkeypatch, options):
     """The loop goes on with those that there are."""
-    with OrderedEnqueuer(range(100_000), sleepy_task, workers="auto", **options) as enqueuer:
+    with endless("tasks", workers="auto", **options) as enqueuer:
         loop = Loop(enqueuer, 0)
         loop.run(0.1)
 

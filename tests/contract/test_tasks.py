@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import json
 import random
 import subprocess
 import sys
@@ -18,9 +17,14 @@ from helpers import (
     LIMIT,
     Gated,
     Reiterable,
+    augmented,
     backend_of,
+    kill_once,
     kill_self,
+    packed,
+    rest_of,
     start_method_of,
+    taken,
     wait_until,
 )
 
@@ -29,8 +33,6 @@ from enqueuer import (
     InvalidState,
     ItemNotPicklable,
     OrderedEnqueuer,
-    Processes,
-    SourceNotPicklable,
     StateMismatch,
     WorkerDied,
     replay,
@@ -43,14 +45,6 @@ Pair = collections.namedtuple("Pair", "x y")
 
 def double(x):
     return 2 * x
-
-
-def augmented(x, task):
-    """Draw from the task's generator; every fifth result is missing, every seventh is large."""
-    if x % 5 == 4:
-        return None
-    large = task.rng.integers(0, 255, 200_000 if x % 7 == 0 else 3, np.uint8)
-    return x, task.index, task.epoch, large.tobytes()
 
 
 def drawing(x):
@@ -122,65 +116,26 @@ def test_as_they_come_a_slow_one_stops_no_others(options, tmp_path):
         assert list(batches) == [0]
 
 
-def test_a_break_goes_on_with_the_next(backend):
-    with make(map=double, workers=2, **backend) as enqueuer:
-        for x in enqueuer:
-            if x == 10:
-                break
-        assert list(enqueuer) == [2 * x for x in range(6, 23)]
-
-
-class Gate:
-    """The first task waits until all that may be done before its result are done."""
-
-    def __init__(self, count):
-        self.count = count
-        self.done = 0
-        self.lock = threading.Lock()
-        self.open = threading.Event()
-
-    def __call__(self, x):
-        if x == 0:
-            assert self.open.wait(LIMIT)
-        with self.lock:
-            self.done += 1
-            if self.done == self.count:
-                self.open.set()
-        return x
-
-
-def test_a_slow_task_delays_only_itself_until_the_bound():
-    gate = Gate(count=11)  # 10 that wait, and the slow worker's one: the other has done all those
-    with make(map=gate, workers=2, max_queue_size=10) as enqueuer:
-        assert next(enqueuer.get()) == 0
-    assert gate.done <= 10 + 2 + 1
-
-
 @pytest.mark.ahead
-def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
-    def mark(x):
-        (tmp_path / str(x)).touch()
+def test_a_slow_task_delays_only_itself_until_the_bound(backend, tmp_path):
+    slow, folder = Gated(tmp_path, stops=[(0, 0)]), tmp_path / "done"
+    folder.mkdir()
+
+    def work(x):
+        slow.item(0, x)
+        (folder / str(x)).touch()
         return x
 
     def done():
-        return len(list(tmp_path.iterdir()))
+        return len(list(folder.iterdir()))
 
-    with make(range(100), mark, workers=2, max_queue_size=4, **backend) as enqueuer:
+    with make(range(100), work, workers=2, max_queue_size=4, **backend) as enqueuer:
+        # The other worker does as many as may wait behind it.
+        wait_until(lambda: done() >= 4)
+        slow.let_on()
         assert next(enqueuer.get()) == 0
-        end = time.monotonic() + LIMIT
-        while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
-            time.sleep(0.001)
-        assert enqueuer.queue.qsize() == 4
+        wait_until(lambda: enqueuer.queue.qsize() == 4)
         assert done() <= 1 + 4 + 2
-
-
-@pytest.mark.ahead
-def test_results_are_made_from_the_start_on(backend):
-    with make(map=double, max_queue_size=4, **backend) as enqueuer:
-        end = time.monotonic() + LIMIT
-        while enqueuer.queue.qsize() < 4 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert enqueuer.queue.qsize() == 4
 
 
 @pytest.mark.thorough
@@ -216,27 +171,6 @@ def test_a_sequence_may_be_longer_than_memory():
     with make(range(10**12), double, rank=1, world_size=2) as enqueuer:
         assert len(enqueuer) == 5 * 10**11
         assert next(iter(enqueuer)) == 2
-
-
-def small(x):
-    return bytes(10_000)
-
-
-@pytest.mark.thorough
-def test_more_may_wait_than_the_ring_holds(backend):
-    with make(range(300), small, max_queue_size=200, **backend) as enqueuer:
-        iterator = iter(enqueuer)
-        next(iterator)
-        time.sleep(0.5)  # the worker fills the queue meanwhile
-        assert sum(1 for _ in iterator) == 299
-
-
-def test_bytes_bound_what_waits(backend):
-    def large(x):
-        return np.full(10_000, x, np.uint8)
-
-    with make(map=large, workers=2, max_queue_bytes=25_000, **backend) as enqueuer:
-        assert [int(a[0]) for a in enqueuer] == list(range(23))
 
 
 # --- sequences and iterables ---
@@ -318,20 +252,6 @@ def test_an_array(backend):
         assert np.array_equal(np.concatenate(list(enqueuer)), array)
 
 
-def test_a_sequence_that_shuffles_itself_is_the_same_in_all_processes(backend):
-    def run(workers, epochs=4, **options):
-        before = np.random.get_state()[1].tolist()
-        with OrderedEnqueuer(Shuffling(), workers=workers, random_seed=7, **options) as enqueuer:
-            result = [[x for pair in enqueuer for x in pair] for _ in range(epochs)]
-        assert np.random.get_state()[1].tolist() == before
-        return result
-
-    wanted = run(1)
-    assert run(3, **backend) == wanted
-    assert len({tuple(epoch) for epoch in wanted}) > 2
-    assert all(sorted(epoch) == list(range(6)) for epoch in wanted)
-
-
 def words(told):
     return [word for word, *_ in told]
 
@@ -359,7 +279,7 @@ def test_beginnings_and_ends_are_told_alike_after_a_resume_and_with_other_worker
         assert list(enqueuer) == wanted[0]
         batches = iter(enqueuer)
         assert [next(batches) for _ in range(2)] == wanted[1][:2]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
+        state = packed(enqueuer.state_dict())
         enqueuer.reconfigure(workers=3)
         assert list(batches) == wanted[1][2:]
         assert list(enqueuer) == wanted[2]
@@ -372,16 +292,13 @@ def test_beginnings_and_ends_are_told_alike_after_a_resume_and_with_other_worker
 
 
 def test_a_successor_of_a_worker_is_told_of_all_epochs(process, tmp_path):
-    flag = tmp_path / "killed"
-
-    def kill_once(element):
-        if len(element[1]) == 3 and element[0] == 2 and not flag.exists():
-            flag.touch()
-            kill_self()
+    def dies_once(element):
+        if len(element[1]) == 3 and element[0] == 2:
+            kill_once(tmp_path / "killed")
         return element
 
     options = {"random_seed": 7, "max_restarts": 1, **process}
-    with OrderedEnqueuer(Told(), kill_once, **options) as enqueuer:
+    with OrderedEnqueuer(Told(), dies_once, **options) as enqueuer:
         epochs = [list(enqueuer) for _ in range(2)]
         assert enqueuer.restart_count == 1
     told = enqueuer.sequence.told
@@ -408,12 +325,16 @@ def test_a_beginning_may_change_order_and_length(backend):
         assert [list(enqueuer) for _ in range(3)] == epochs
 
 
-def test_a_sequence_that_is_told_of_beginnings_alone_is_not_taken_back():
-    class Shuffled(ToldOfBeginnings):
-        def on_epoch_begin(self):
-            np.random.shuffle(self.order)
+class ShuffledAtFirst(ToldOfBeginnings):
+    """One that keeps its length."""
 
-    with OrderedEnqueuer(Shuffled(), random_seed=7) as enqueuer:
+    def on_epoch_begin(self):
+        np.random.shuffle(self.order)
+
+
+@pytest.mark.parametrize("kind", [ShuffledAtFirst, Shuffling])
+def test_a_sequence_that_went_on_is_not_taken_back(kind):
+    with OrderedEnqueuer(kind(), random_seed=7) as enqueuer:
         next(enqueuer.get())
         state = enqueuer.state_dict()
         list(enqueuer)
@@ -504,12 +425,17 @@ def test_stacking_goes_into_nests():
 
 @pytest.mark.parametrize(
     "results",
-    [[0, None], [np.float64(0), None], [np.zeros(2), None], [{"x": 1}, None], [(1, 2), None]],
+    [
+        *([0, None], [np.float64(0), None], [np.zeros(2), None], [{"x": 1}, None], [(1, 2), None]),
+        # No dtype holds these integers.
+        *([2**63, -1], [-1, 2**64 - 1], [2**64, 1], [-(2**63) - 1, 0]),
+        [0, "a"],
+    ],
 )
-def test_results_of_which_one_is_none_stay_in_a_list(results):
+def test_results_that_no_array_holds_stay_in_a_list(results):
     """Whichever comes first."""
     assert stack(results) is results
-    assert type(stack(results[::-1])) is list
+    assert stack(results[::-1]) == results[::-1]
 
 
 @pytest.mark.parametrize("results", [[2**63, 1], [1, 2**64 - 1], [True, 2**63]])
@@ -517,11 +443,6 @@ def test_integers_above_int64_become_uint64(results):
     batch = stack(results)
     assert batch.dtype == np.uint64
     assert batch.tolist() == results
-
-
-@pytest.mark.parametrize("results", [[2**63, -1], [-1, 2**64 - 1], [2**64, 1], [-(2**63) - 1, 0]])
-def test_integers_that_no_dtype_holds_stay_in_a_list(results):
-    assert stack(results) is results
 
 
 def test_large_integers_beside_floats_are_floats():
@@ -537,11 +458,6 @@ def test_a_thread_that_imports_torch_does_not_disturb_the_others(monkeypatch):
     options = {"batch_size": 2, "max_queue_bytes": 1 << 20}
     with OrderedEnqueuer(range(4), lambda n: [n, str(n)], **options) as enqueuer:
         assert [batch[1] for batch in enqueuer] == [["0", "1"], ["2", "3"]]
-
-
-def test_numbers_beside_texts_stay_in_a_list():
-    assert stack([0, "a"]) == [0, "a"]
-    assert stack(["a", 0]) == ["a", 0]
 
 
 class Sample(dict):
@@ -573,12 +489,14 @@ def test_a_collate_of_ones_own(backend):
         assert list(enqueuer) == [12, 44, 76, 108, 140, 126]
 
 
-def test_results_that_cannot_be_stacked_say_what_to_do(backend):
+def test_results_that_cannot_be_stacked_say_what_to_do_also_in_a_replay(backend):
     with make(map=np.zeros, batch_size=3, **backend) as enqueuer:
         with pytest.raises(
             ValueError, match=r"differ in shape \(\(0,\), \(1,\), \(2,\)\).*collate"
-        ):
+        ) as caught:
             list(enqueuer)
+    with pytest.raises(ValueError, match="differ in shape"):
+        replay(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -643,25 +561,6 @@ def broken(x):
     return x
 
 
-def test_an_error_comes_in_its_turn_and_names_the_task(backend):
-    seen = []
-    with make(range(20), broken, workers=3, **backend) as enqueuer:
-        with pytest.raises(ValueError, match="a bad file: 3") as caught:
-            seen.extend(enqueuer.get())
-    assert seen == [0, 1, 2]
-    assert "task 3, element 3" in caught.value.__notes__[0]
-    origin = caught.value.enqueuer_origin
-    assert (origin.item, origin.element, origin.shard) == (3, 3, None)
-
-
-def test_skip_leaves_only_its_place_empty(backend, caplog):
-    with make(range(9), broken, workers=2, on_error="skip", **backend) as enqueuer:
-        assert list(enqueuer) == [0, 1, 2, 4, 5, 6, 8]
-        assert enqueuer.error_count == 2
-    assert "ValueError: a bad file: 3" in caplog.text
-    assert "in broken" in caplog.text
-
-
 def test_a_batch_is_smaller_by_what_was_skipped(backend):
     with make(range(9), broken, batch_size=4, on_error="skip", **backend) as enqueuer:
         assert [b.tolist() for b in enqueuer] == [[0, 1, 2], [4, 5, 6], [8]]
@@ -672,21 +571,13 @@ def test_a_replacement_takes_the_place(backend):
         assert [b.tolist() for b in enqueuer] == [[0, 1, 2, -1], [4, 5, 6, -1], [8]]
 
 
-def test_one_error_too_many_is_raised(backend):
-    with make(range(20), broken, on_error="skip", max_errors=2, **backend) as enqueuer:
-        with pytest.raises(ValueError, match="a bad file: 11"):
-            list(enqueuer)
-
-
 def test_errors_are_counted_on_after_a_resume(backend):
     def tasks():
         return make(range(20), broken, on_error="skip", max_errors=2, **backend)
 
-    with tasks() as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches) for _ in range(4)] == [0, 1, 2, 4]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
-    assert state["error_count"] == enqueuer.error_count == 1
+    had, state = taken(tasks(), 4)
+    assert had == [0, 1, 2, 4]
+    assert state["error_count"] == 1
     later = tasks()
     later.load_state_dict(state)
     assert later.error_count == 1
@@ -699,24 +590,6 @@ def test_errors_are_counted_on_after_a_resume(backend):
     later.stop()
 
 
-def test_a_task_is_done_again_by_replay(backend):
-    def failing(x, task):
-        drawn = int(task.rng.integers(10**9)), float(np.random.rand())
-        if x == 5:
-            raise KeyError(*drawn)
-        return x
-
-    for elements in (range(9), iter(range(9))):
-        with make(elements, failing, workers=2, **backend) as enqueuer:
-            with pytest.raises(KeyError) as caught:
-                list(enqueuer)
-            with pytest.raises(KeyError) as again:
-                replay(caught.value)
-        assert again.value.args[0] == caught.value.args[0]
-        if backend_of(backend) == "process":
-            assert again.value.args == caught.value.args
-
-
 # --- state ---
 
 
@@ -726,7 +599,7 @@ def test_a_state_is_resumed_elsewhere(backend, whole, count):
     with make(shuffle=True, workers=2, **backend) as enqueuer:
         batches = enqueuer.get()
         first = [next(batches) for _ in range(count)]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
+        state = packed(enqueuer.state_dict())
     later = make(shuffle=True, workers=3, random_seed=None)
     later.load_state_dict(state)
     with later:
@@ -762,44 +635,27 @@ def test_an_iterable_that_ends_before_a_task_that_was_done_is_told_of():
 
 
 def test_an_iterable_is_resumed_by_reading_it_again(backend):
-    def run(state=None):
-        enqueuer = make(iter(range(40)), double, batch_size=3, workers=2, **backend)
-        if state is not None:
-            enqueuer.load_state_dict(state)
-        return enqueuer
+    def run():
+        return make(iter(range(40)), double, batch_size=3, workers=2, **backend)
 
-    with run() as enqueuer:
-        batches = enqueuer.get()
-        first = [next(batches).tolist() for _ in range(4)]
-        state = enqueuer.state_dict()
-    with run(state) as enqueuer:
-        rest = [batch.tolist() for batch in enqueuer]
-    assert [x for batch in first + rest for x in batch] == [2 * x for x in range(40)]
+    had, state = taken(run(), 4)
+    batches = had + rest_of(run(), state)
+    assert np.concatenate(batches).tolist() == [2 * x for x in range(40)]
 
 
 @pytest.mark.thorough("processes")
 def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
     with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
         wanted = list(enqueuer)
-    with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
-        first = [next(enqueuer.get()) for _ in range(11)]
-        state = enqueuer.state_dict()
-    assert state["states"] == [[0, {"at": first[-1][0] + 1}]]
-    later = make(Reiterable(30), augmented, **backend)
-    later.load_state_dict(state)
-    with later:
-        assert first + list(later) == wanted
+    had, state = taken(make(Reiterable(30), augmented, workers=2, **backend), 11)
+    assert state["states"] == [[0, {"at": had[-1][0] + 1}]]
+    assert had + rest_of(make(Reiterable(30), augmented, **backend), state) == wanted
 
 
 def test_out_of_order_what_was_done_is_not_done_again(backend):
-    with make(map=double, ordered=False, workers=3, **backend) as enqueuer:
-        batches = iter(enqueuer)
-        first = [next(batches) for _ in range(11)]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
-    later = make(map=double, ordered=False, workers=2, **backend)
-    later.load_state_dict(state)
-    with later:
-        assert sorted(first + list(later)) == [2 * x for x in range(23)]
+    had, state = taken(make(map=double, ordered=False, workers=3, **backend), 11)
+    rest = rest_of(make(map=double, ordered=False, workers=2, **backend), state)
+    assert sorted(had + rest) == [2 * x for x in range(23)]
 
 
 @pytest.mark.parametrize(
@@ -898,14 +754,6 @@ def test_workers_that_go_while_an_element_is_read_end_no_loop_by_an_error(change
     assert results == (expected if change == "reconfigure" else expected[: len(results)])
 
 
-def test_what_cannot_be_sent_is_named():
-    lock = threading.Lock()
-    with pytest.raises(
-        SourceNotPicklable, match=r"map cannot be sent .*: the variable 'lock' \(a _thread.lock\)"
-    ):
-        make(map=lambda x: lock, backend=Processes(start_method="forkserver")).start()
-
-
 class LikeDict:
     """A mapping that does not say so."""
 
@@ -953,6 +801,7 @@ def test_a_sequence_may_have_keys():
         (("ab", 5), {}, TypeError, "map must be a function"),
         (("ab", lambda: 1), {}, TypeError, "map must take the element"),
         (("ab", double), {"collate": list}, ValueError, "give batch_size"),
+        (("ab",), {"batch_size": 2, "collate": 3}, TypeError, "collate must be a function"),
         (("ab", double), {"batch_size": 0}, ValueError, "batch_size must be >= 1"),
     ],
 )
@@ -969,24 +818,10 @@ def test_a_read_iterator_cannot_be_rewound():
         enqueuer.load_state_dict(enqueuer.state_dict())
 
 
-def test_a_new_one_can_be_pickled():
-    import pickle
-
-    enqueuer = pickle.loads(pickle.dumps(make(map=double, batch_size=2, shuffle=True, workers=2)))
-    with make(map=double, batch_size=2, shuffle=True) as other:
-        assert [b.tolist() for b in enqueuer] == [b.tolist() for b in other]
-    enqueuer.stop()
-
-
 @pytest.mark.ahead
 def test_the_workers_begin_at_the_start(backend):
-    enqueuer = make(map=double, **backend)
-    enqueuer.start()
-    end = time.monotonic() + LIMIT
-    while enqueuer.queue.qsize() < 10 and time.monotonic() < end:
-        time.sleep(0.001)
-    assert enqueuer.queue.qsize() == 10
-    enqueuer.stop()
+    with make(map=double, **backend) as enqueuer:
+        wait_until(lambda: enqueuer.queue.qsize() == 10)
 
 
 def test_an_element_that_cannot_be_sent_is_told_in_its_turn(process):
@@ -999,14 +834,15 @@ def test_an_element_that_cannot_be_sent_is_told_in_its_turn(process):
     assert "task 3, element 3" in caught.value.__notes__[0]
 
 
-def test_a_batch_is_replayed_as_often_as_one_likes(backend):
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_a_task_is_done_again_by_replay_as_often_as_one_likes(backend, batch_size):
     def failing(x, task):
         if x == 5:
-            raise KeyError(int(task.rng.integers(10**9)), random.random())
+            raise KeyError(int(task.rng.integers(10**9)), random.random(), float(np.random.rand()))
         return random.random()
 
     for elements in (range(9), iter(range(9))):
-        with make(elements, failing, batch_size=3, workers=2, **backend) as enqueuer:
+        with make(elements, failing, batch_size=batch_size, workers=2, **backend) as enqueuer:
             with pytest.raises(KeyError) as caught:
                 list(enqueuer)
         for _ in range(2):
@@ -1015,14 +851,6 @@ def test_a_batch_is_replayed_as_often_as_one_likes(backend):
             assert again.value.args[0] == caught.value.args[0]
             if backend_of(backend) == "process":
                 assert again.value.args == caught.value.args
-
-
-def test_a_batch_that_cannot_be_collated_is_replayed_whole(backend):
-    with make(map=np.zeros, batch_size=3, **backend) as enqueuer:
-        with pytest.raises(ValueError, match="differ in shape") as caught:
-            list(enqueuer)
-    with pytest.raises(ValueError, match="differ in shape"):
-        replay(caught.value)
 
 
 class SlowAtTheSecond:
@@ -1057,29 +885,6 @@ def test_get_ends_if_an_epoch_gives_nothing(backend):
         assert len([x for x, _ in zip(enqueuer.get(), range(40), strict=False)]) == 40
     with make(range(3, 4), broken, on_error=lambda error: None, **backend) as enqueuer:
         assert list(enqueuer.get()) == []
-
-
-def test_a_second_start_begins_its_epochs_anew(backend):
-    enqueuer = OrderedEnqueuer(Shuffling(), random_seed=7, **backend)
-    for _ in range(2):
-        with enqueuer:
-            epochs = [[x for pair in enqueuer for x in pair] for _ in range(3)]
-        assert len({tuple(epoch) for epoch in epochs}) == 3
-
-
-def test_a_sequence_that_went_on_is_not_taken_back():
-    enqueuer = OrderedEnqueuer(Shuffling(), random_seed=7)
-    with enqueuer:
-        next(enqueuer.get())
-        state = enqueuer.state_dict()
-        list(enqueuer)
-        list(enqueuer)
-    with pytest.raises(InvalidState, match="with a new sequence"):
-        enqueuer.load_state_dict(state)
-    later = OrderedEnqueuer(Shuffling(), random_seed=7)
-    later.load_state_dict(state)
-    with later:
-        assert len(list(later)) == 2
 
 
 def test_a_poison_pill_in_a_batch_names_the_batch(process):
@@ -1174,11 +979,6 @@ def test_only_elements_that_fail_are_skipped(backend):
     assert fetched(Fetching(fails=True), 5, **options) == [(i, "alone") for i in range(10)]
 
 
-def test_a_fetch_of_too_few_elements_is_an_error(backend):
-    with pytest.raises(ValueError, match=r"Fetching returned 4 elements for 5 indices"):
-        fetched(Fetching(short=True), 5, **backend)
-
-
 class Doubling(Fetching):
     """A class that overrides `__getitem__` alone."""
 
@@ -1214,11 +1014,6 @@ class Columns(Fetching):
         return dict.fromkeys(["id", "text", "label", "score", "split"], indices)
 
 
-def test_a_fetch_of_columns_is_an_error(backend):
-    with pytest.raises(TypeError, match=r"Columns returned a dict; it must return a list"):
-        fetched(Columns(), 5, **backend)
-
-
 class ColumnsOnly(Fetching):
     __getitems__ = Columns.__getitems__
 
@@ -1226,9 +1021,20 @@ class ColumnsOnly(Fetching):
         raise RuntimeError("read many at once")
 
 
-def test_a_fetch_of_columns_alone_says_what_it_needs(backend):
-    with pytest.raises(TypeError, match=r"returned a dict; .*map=sequence\.__getitems__"):
-        fetched(ColumnsOnly(), 5, **backend)
+@pytest.mark.parametrize(
+    ("dataset", "error", "says"),
+    [
+        (Fetching(short=True), ValueError, "Fetching returned 4 elements for 5 indices"),
+        (Columns(), TypeError, "Columns returned a dict; it must return a list"),
+        (ColumnsOnly(), TypeError, r"returned a dict; .*map=sequence\.__getitems__"),
+    ],
+    ids=["too few", "columns", "columns only"],
+)
+def test_a_fetch_of_anything_but_a_list_of_all_elements_says_what_it_needs(
+    backend, dataset, error, says
+):
+    with pytest.raises(error, match=says):
+        fetched(dataset, 5, **backend)
 
 
 class Consuming(Fetching):
