@@ -20,25 +20,6 @@ def test_each_loop_is_an_epoch_on_the_same_workers(process):
     assert len({tuple(pid for _, pid in batches) for batches in epochs}) == 1
 
 
-def test_the_position_is_the_enqueuers(backend):
-    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
-        for batch in enqueuer:
-            if batch == 4:
-                break
-        assert list(enqueuer) == [5, 6, 7, 8, 9, 10, 11]
-        assert list(enqueuer) == list(range(12))
-
-
-def test_an_ended_iterator_stays_ended(backend):
-    with GeneratorEnqueuer(twelve, **backend) as enqueuer:
-        first = iter(enqueuer)
-        list(first)
-        list(enqueuer)
-        assert list(first) == []
-        with pytest.raises(StopIteration):
-            next(first)
-
-
 def test_an_empty_source_is_an_ordinary_end(backend):
     with GeneratorEnqueuer(lambda: iter(()), workers=3, **backend) as enqueuer:
         with pytest.warns(EmptyEpochWarning):
@@ -52,18 +33,6 @@ def test_get_does_not_begin_a_new_epoch(backend):
         assert list(enqueuer) == list(range(12))
 
 
-def test_is_running_until_the_end_was_reached(backend):
-    enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
-    assert not enqueuer.is_running()
-    with enqueuer:
-        assert enqueuer.is_running()
-        list(enqueuer)
-        assert not enqueuer.is_running()
-        iter(enqueuer)
-        assert enqueuer.is_running()
-    assert not enqueuer.is_running()
-
-
 def test_the_queue_tells_that_the_end_was_reached(backend):
     with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
         for _ in range(12):
@@ -72,12 +41,6 @@ def test_the_queue_tells_that_the_end_was_reached(backend):
             enqueuer.queue.get()
         assert enqueuer.queue.empty()
         assert enqueuer.queue.qsize() == 0
-
-
-def test_a_new_enqueuer_starts_when_it_is_iterated(backend):
-    enqueuer = GeneratorEnqueuer(twelve, workers=2, **backend)
-    assert list(enqueuer) == list(range(12))
-    enqueuer.stop()
 
 
 def test_prefetch_yields_an_epoch_and_stops(backend):
@@ -129,22 +92,6 @@ def test_an_iterator_that_begins_anew_is_not_told_of(no_warnings):
         assert [list(enqueuer) for _ in range(2)] == [[1, 0], [1, 0]]
 
 
-NOTHING = {
-    "shards": lambda **options: GeneratorEnqueuer(lambda: iter([None] * 4), **options),
-    "tasks": lambda **options: OrderedEnqueuer(range(4), lambda x: None, **options),
-    "an iterable": lambda **options: OrderedEnqueuer(iter(range(4)), lambda x: None, **options),
-}
-
-
-@pytest.mark.parametrize("make", NOTHING.values(), ids=NOTHING)
-def test_an_epoch_of_nothing_but_none_is_told_of_once(make, backend, no_warnings):
-    with make(**backend) as enqueuer:
-        with pytest.warns(EmptyEpochWarning, match="all 4 of them were None") as caught:
-            assert list(enqueuer) == []
-        assert [warning.filename for warning in caught] == [__file__]
-        assert list(enqueuer) == []
-
-
 def test_an_epoch_with_a_reason_to_be_empty_is_not_told_of(no_warnings):
     def fails(x):
         raise ValueError
@@ -170,6 +117,10 @@ def numbers(shard):
     yield from shard.split(range(6))
 
 
+def nothing(element):
+    return None
+
+
 EMPTY = {
     "no elements": (lambda **o: OrderedEnqueuer([], abs, **o), "there are no elements"),
     "an empty iterable": (lambda **o: OrderedEnqueuer(iter(()), abs, **o), "are no elements"),
@@ -189,6 +140,15 @@ EMPTY = {
     "no rows": (
         lambda **o: GeneratorEnqueuer(mix({"rows": lambda: iter(())}), **o),
         "the generator yielded nothing",
+    ),
+    "shards of None": (
+        lambda **o: GeneratorEnqueuer(lambda: iter([None] * 4), **o),
+        "all 4 of them were None",
+    ),
+    "tasks of None": (lambda **o: OrderedEnqueuer(range(4), nothing, **o), "all 4 of them were"),
+    "an iterable of None": (
+        lambda **o: OrderedEnqueuer(iter(range(4)), nothing, **o),
+        "all 4 of them were None",
     ),
 }
 

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import pickle
-import queue
 import signal
 import threading
 import time
@@ -13,12 +12,10 @@ import pytest
 from helpers import LIMIT, Gated, counting, twelve, wait_until
 
 from enqueuer import (
-    DuplicateDataWarning,
     GeneratorEnqueuer,
     InvalidState,
     OrderedEnqueuer,
     Processes,
-    Ray,
 )
 from enqueuer.enqueuers.enqueuer import core_of
 
@@ -83,24 +80,6 @@ def test_the_loop_of_east(use_multiprocessing, workers, max_queue_size):
     batches.close()
 
 
-def test_the_loop_of_east_gets_the_error(backend):
-    def broken():
-        yield 1
-        raise KeyError("image")
-
-    enqueuer = GeneratorEnqueuer(broken, **backend)
-    enqueuer.start()
-    outputs = []
-    with pytest.raises(KeyError, match="image"):
-        while enqueuer.is_running():
-            if not enqueuer.queue.empty():
-                outputs.append(enqueuer.queue.get())
-            else:
-                time.sleep(0.01)
-    enqueuer.stop()
-    assert outputs == [1]
-
-
 def wait_for_a_batch(queue):
     """Wait as published loops do: `while not enqueuer.queue.qsize(): sleep`."""
     wait_until(queue.qsize)
@@ -148,53 +127,6 @@ def test_a_signal_handler_may_ask_the_queue_while_the_loop_waits(backend, tmp_pa
     assert set(answers[:3]) == {(0, True)}
 
 
-@pytest.fixture
-def asking(monkeypatch):
-    """Call `ask` from a signal handler whenever the thread of the loop submits a task."""
-
-    def patch(enqueuer, ask):
-        dispatch = core_of(enqueuer).run.backend.pool.dispatch
-        signal.signal(signal.SIGALRM, lambda number, frame: ask())
-        for name in ("pack", "offer"):
-            monkeypatch.setattr(dispatch, name, interrupted(getattr(dispatch, name)))
-
-    def interrupted(step):
-        def interrupts(*args):
-            signal.raise_signal(signal.SIGALRM)
-            result = step(*args)
-            signal.raise_signal(signal.SIGALRM)
-            return result
-
-        return interrupts
-
-    before = signal.getsignal(signal.SIGALRM)
-    yield patch
-    signal.signal(signal.SIGALRM, before)
-
-
-def test_a_signal_handler_may_ask_while_tasks_are_submitted(backend, asking):
-    answers = []
-
-    def ask():
-        answers.append((enqueuer.queue.empty(), enqueuer.queue.qsize()))
-        assert enqueuer.stats().items <= 30
-        assert enqueuer.state_dict()["epoch"] == 0
-
-    with OrderedEnqueuer(range(30), str, max_queue_size=3, workers=2, **backend) as enqueuer:
-        asking(enqueuer, ask)
-        assert list(enqueuer) == [str(number) for number in range(30)]
-    assert len(answers) > 10
-
-
-def test_a_signal_handler_may_stop_while_tasks_are_submitted(backend, asking):
-    expected = [str(number) for number in range(30)]
-    with OrderedEnqueuer(range(30), str, max_queue_size=3, workers=2, **backend) as enqueuer:
-        asking(enqueuer, enqueuer.stop)
-        seen = list(enqueuer)
-        assert len(seen) < 30 and seen == expected[: len(seen)]
-        assert core_of(enqueuer).is_idle
-
-
 def test_a_loop_that_asks_for_the_size_sees_the_end(backend):
     with GeneratorEnqueuer(lambda: iter("ab"), **backend) as enqueuer:
         batches = []
@@ -230,23 +162,6 @@ def test_the_queue_tells_what_waits(backend):
         assert enqueuer.queue.get_nowait() == (1, 0)
 
 
-@pytest.mark.ahead
-def test_a_timeout_of_get_loses_nothing(backend, tmp_path):
-    def source():
-        while not (tmp_path / "gate").exists():
-            time.sleep(0.01)
-        yield "late"
-
-    with GeneratorEnqueuer(source, **backend) as enqueuer:
-        assert enqueuer.queue.empty()
-        with pytest.raises(queue.Empty):
-            enqueuer.queue.get(timeout=0.05)
-        with pytest.raises(queue.Empty):
-            enqueuer.queue.get_nowait()
-        (tmp_path / "gate").touch()
-        assert enqueuer.queue.get(timeout=LIMIT) == "late"
-
-
 def test_many_consumers_get_each_batch_once(backend):
     taken = [[] for _ in range(4)]
 
@@ -263,29 +178,9 @@ def test_many_consumers_get_each_batch_once(backend):
     assert all(mine == sorted(mine) for mine in taken)
 
 
-def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="backend must be 'thread', 'process', 'ray', Processes"):
-        GeneratorEnqueuer(twelve, backend="ray2")
-    with pytest.raises(ValueError, match="contradict each other"):
-        GeneratorEnqueuer(twelve, use_multiprocessing=True, backend="thread")
+def test_options_go_by_name():
     with pytest.raises(TypeError, match="options such as workers go by name"):
         GeneratorEnqueuer(twelve, 4)
-    with pytest.raises(ValueError, match="start_method must be one of 'fork'"):
-        GeneratorEnqueuer(twelve, backend=Processes(start_method="thread"))
-    with pytest.raises(ValueError, match="contradict each other"):
-        GeneratorEnqueuer(twelve, use_multiprocessing=True, backend=Ray())
-    with pytest.raises(TypeError, match=r"no option 'mp_context'; give backend=Processes\(start_"):
-        GeneratorEnqueuer(twelve, mp_context="fork")
-    with pytest.raises(TypeError, match=r"no option 'address'; give backend=Ray\(address="):
-        GeneratorEnqueuer(twelve, address="auto")
-    with pytest.raises(ValueError, match="is that of Ray Client, which cannot stream"):
-        GeneratorEnqueuer(twelve, backend=Ray(address="ray://head:10001"))
-    with pytest.raises(ValueError, match="actor_options cannot set name"):
-        GeneratorEnqueuer(twelve, backend=Ray(actor_options={"name": "mine"}))
-    with pytest.raises(ValueError, match="forward_logs must be True, False or"):
-        GeneratorEnqueuer(twelve, backend=Processes(forward_logs="all"))
-    with pytest.raises(ValueError, match="works with forked processes only"):
-        GeneratorEnqueuer(twelve, backend=Processes(forward_logs="multiprocessing-logging"))
 
 
 @pytest.mark.ahead
@@ -320,10 +215,6 @@ def test_a_queue_does_not_keep_its_enqueuer_alive():
     waiting = GeneratorEnqueuer(twelve).queue
     with pytest.raises(InvalidState, match="is gone"):
         waiting.empty()
-
-
-def test_the_warning_class_is_public():
-    assert issubclass(DuplicateDataWarning, UserWarning)
 
 
 @pytest.mark.parametrize(

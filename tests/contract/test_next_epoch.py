@@ -1,14 +1,19 @@
-"""The option `epochs`: the next epoch begins early, and the loop sees nothing of that."""
+"""The option `epochs`, and `get()` of tasks: the next epoch begins early, as if it did not."""
 
 import asyncio
 import functools
+import gc
 import itertools
 import math
+import os
 import random
+import re
+import signal
+import threading
 
 import numpy as np
 import pytest
-from helpers import Counting, Reversed, backend_of, kill_self, packed, wait_until
+from helpers import LIMIT, Counting, Reversed, backend_of, kill_once, packed, wait_until
 
 from enqueuer import (
     Closed,
@@ -19,6 +24,8 @@ from enqueuer import (
     merge_states,
     prefetch,
 )
+from enqueuer.enqueuers.enqueuer import core_of
+from enqueuer.enqueuers.tasks import ElementReader, TaskEpoch
 
 
 def pairs(*epochs, count=6):
@@ -363,26 +370,29 @@ def test_a_skipped_error_of_the_next_epoch_counts_in_its_turn(make, backend):
         assert list(enqueuer) == pairs(2)
 
 
-def killed_ahead(folder, element, epoch):
+def killed_ahead(folder, element, epoch, until="killed"):
     """Kill the worker once in the second epoch, while the loop waits for the first one."""
-    flag = folder / "killed"
     if (epoch, element) == (0, 5):
-        wait_for(flag)
-    if (epoch, element) == (1, 2) and not flag.exists():
-        flag.touch()
-        kill_self()
+        wait_for(folder / until)
+    if (epoch, element) == (1, 2):
+        kill_once(folder / "killed")
+        (folder / "replaced").touch()
     return epoch, element
 
 
 @BOTH
-def test_a_worker_that_died_ahead_is_replaced_in_its_turn(make, process, tmp_path):
+def test_a_worker_that_died_ahead_is_replaced_in_its_turn(make, process, tmp_path, caplog):
     skip_if_it_waits(make, process)
-    work = functools.partial(killed_ahead, tmp_path)
+    # Of tasks, it is replaced while the loop waits, and the log names the epoch of its task.
+    until = "replaced" if make is with_tasks else "killed"
+    work = functools.partial(killed_ahead, tmp_path, until=until)
     plain = read(make(where, random_seed=7), 4)
     options = dict(workers=2, max_queue_size=20, max_restarts=1, epochs=4, **process)
     enqueuer = make(work, random_seed=7, **options)
     assert read(enqueuer, 4) == plain
     assert enqueuer.restart_count == 1
+    if make is with_tasks and backend_of(process) == "process":
+        assert "goes on with task 2 of epoch 1" in caplog.text
 
 
 @BOTH
@@ -403,10 +413,8 @@ def test_a_death_in_the_next_epoch_is_raised_in_its_turn(make, process, tmp_path
 
 def killed_with_a_queue(folder, element, epoch):
     """Kill the worker once in the first epoch."""
-    flag = folder / "killed"
-    if (epoch, element) == (0, 4) and not flag.exists():
-        flag.touch()
-        kill_self()
+    if (epoch, element) == (0, 4):
+        kill_once(folder / "killed")
     return epoch, element
 
 
@@ -432,10 +440,8 @@ def lengths_of(seed, shard):
 def killed_at(seed, folder, shard):
     """The same, and kill the worker at some places, once at each."""
     for place in lengths_of(seed, shard):
-        flag = folder / str(place)
-        if random.Random(f"{seed} {place}").random() < 0.1 and not flag.exists():
-            flag.touch()
-            kill_self()
+        if random.Random(f"{seed} {place}").random() < 0.1:
+            kill_once(folder / str(place))
         yield place
 
 
@@ -553,15 +559,133 @@ def test_equal_numbers_of_two_epochs_are_not_taken_for_one_array(no_warnings):
             assert [int(array[0]) for array in batches] == [10 * epoch + n for n in range(3)]
 
 
+# --- get() of tasks, which reads all epochs by the same code ---
+
+
+def outstanding(enqueuer):
+    """Return how many tasks were submitted and not taken."""
+    return core_of(enqueuer).run.backend.tasks.results.outstanding
+
+
+@pytest.mark.ahead
+def test_a_loop_over_one_epoch_begins_no_other(backend):
+    with drawn_by_tasks(workers=2, max_queue_size=20, **backend) as enqueuer:
+        for _ in range(3):
+            assert len(list(enqueuer)) == 7
+            assert outstanding(enqueuer) == 0
+
+
+@pytest.mark.thorough("processes")
+@pytest.mark.parametrize("max_queue_size", [1, 4, 30])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("batches", [{}, {"batch_size": 3, "collate": list}])
+def test_the_epochs_are_those_of_single_loops(backend, ordered, batches, max_queue_size):
+    epochs, _ = read(drawn_by_tasks(**batches), 4)
+    options = dict(workers=3, ordered=ordered, max_queue_size=max_queue_size, **backend)
+    with drawn_by_tasks(**batches, **options) as enqueuer:
+        count = len(enqueuer)
+        found = list(itertools.islice(enqueuer.get(), 4 * count))
+    found = [found[at : at + count] for at in range(0, 4 * count, count)]
+    if not ordered:
+        epochs, found = ([sorted(epoch) for epoch in both] for both in (epochs, found))
+    assert found == epochs
+
+
+@pytest.mark.ahead
+def test_a_single_loop_reads_the_epoch_that_has_begun(backend, tmp_path):
+    work = functools.partial(told, tmp_path)
+    with with_tasks(work, workers=2, max_queue_size=20, **backend) as enqueuer:
+        batches = enqueuer.get()
+        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
+        wait_for(tmp_path / "1-0")
+        assert list(enqueuer) == [(0, 5)]
+        assert list(enqueuer) == pairs(1)
+        assert outstanding(enqueuer) == 0
+        assert list(enqueuer) == pairs(2)
+
+
+def test_threads_share_the_epochs(backend):
+    found = [[], [], []]
+    with drawn_by_tasks(workers=2, **backend) as enqueuer:
+
+        def read(own):
+            own.extend(itertools.islice(enqueuer.get(), 35))
+
+        threads = [threading.Thread(target=read, args=(own,)) for own in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+    together = [(epoch, element) for own in found for epoch, element, _ in own]
+    assert sorted(together) == pairs(*range(15), count=7)
+
+
+class Vanishing:
+    """A sequence whose length cannot be read any more once `is_gone`."""
+
+    is_gone = False
+
+    def __len__(self):
+        if self.is_gone:
+            raise OSError("the disk is gone")
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_an_error_of_reading_the_next_epoch_comes_in_its_turn(backend):
+    found = []
+    sequence = Vanishing()
+    with OrderedEnqueuer(sequence, workers=2, max_queue_size=20, **backend) as enqueuer:
+        sequence.is_gone = True
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            found.extend(enqueuer.get())
+        assert "while the elements of task 0 were read" in caught.value.__notes__[0]
+        sequence.is_gone = False
+    assert found == [0, 1, 2, 3]
+
+
+def killed_from_outside(folder, element, epoch):
+    """Tell the process and wait, at the last element of an epoch and at one of the next."""
+    if (epoch, element) in [(0, 5), (1, 3)]:
+        (folder / f"{epoch}-{element}-{os.getpid()}").touch()
+        wait_for(folder / "never")
+    return epoch, element
+
+
+@pytest.mark.local
+def test_workers_that_die_together_are_named_by_their_own_epochs(process, tmp_path):
+    work = functools.partial(killed_from_outside, tmp_path)
+    with with_tasks(work, workers=2, max_queue_size=20, **process) as enqueuer:
+        batches = enqueuer.get()
+        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
+        assert enqueuer.queue.empty()
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+        for path in tmp_path.iterdir():
+            os.kill(int(path.name.rpartition("-")[2]), signal.SIGKILL)
+        with pytest.raises(WorkerDied) as caught:
+            next(batches)
+        assert re.search(r"task (5|3 of epoch 1), ", caught.value.__notes__[0])
+        origin = caught.value.enqueuer_origin
+        assert (origin.epoch, origin.item) in [(0, 5), (1, 3)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("count", [1, 2])
+def test_earlier_epochs_are_forgotten(backend, count):
+    epochs = 500 if backend_of(backend) == "thread" else 100
+    with OrderedEnqueuer(range(count), drawn_task, workers=2, **backend) as enqueuer:
+        taken = sum(1 for _ in itertools.islice(enqueuer.get(), count * epochs))
+        assert taken == count * epochs
+        gc.collect()
+        kinds = [type(thing) for thing in gc.get_objects()]
+        assert kinds.count(TaskEpoch) <= 2
+        assert kinds.count(ElementReader) <= 2
+        assert len(core_of(enqueuer).run.backend.tasks.tickets()) <= 12
+
+
 # --- the option itself ---
-
-
-@pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("all", TypeError)]
-)
-def test_other_numbers_of_epochs_are_refused(value, error):
-    with pytest.raises(error, match="epochs must be "):
-        GeneratorEnqueuer(drawn, epochs=value)
 
 
 @pytest.mark.parametrize("shortcut", [functools.partial(prefetch, drawn), imap])
