@@ -13,9 +13,6 @@ from enqueuer import (
     GeneratorEnqueuer,
     OrderedEnqueuer,
     Processes,
-    imap,
-    merge_states,
-    prefetch,
     replay,
 )
 
@@ -79,16 +76,6 @@ def test_the_error_names_the_element_and_shows_where_it_hung(limited):
 
 
 @pytest.mark.thorough
-def test_what_comes_before_the_element_comes_first(limited):
-    with OrderedEnqueuer(range(8), Hanging(3), workers=2, **limited) as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches) for _ in range(3)] == [0, 1, 2]
-        for _ in range(2):
-            with pytest.raises(ElementTimeout):
-                next(batches)
-
-
-@pytest.mark.thorough
 def test_a_function_replaces_the_element(started):
     options = {"workers": 2, "on_error": stand_in, **started}
     with OrderedEnqueuer(range(8), Hanging(3), **options) as enqueuer:
@@ -109,14 +96,6 @@ def test_a_batch_is_smaller_by_the_element(limited, concurrency):
 
 
 @pytest.mark.thorough
-def test_a_batch_of_which_all_hang_does_not_come(limited):
-    options = {"batch_size": 2, "collate": list, "on_error": "skip", **limited}
-    with OrderedEnqueuer(range(4), Hanging(2, 3), **options) as enqueuer:
-        assert list(enqueuer) == [[0, 1]]
-        assert enqueuer.error_count == 2
-
-
-@pytest.mark.thorough
 def test_other_elements_of_the_worker_are_made_again(started):
     options = {"workers": 1, "concurrency": 4, "on_error": "skip", **started}
     with OrderedEnqueuer(range(8), Hanging(0, 5), **options) as enqueuer:
@@ -130,14 +109,6 @@ def test_a_coroutine_that_hangs_is_left_out(limited):
     options = {"workers": 1, "concurrency": 2, "on_error": "skip", **limited}
     with OrderedEnqueuer(range(8), work.awaited, **options) as enqueuer:
         assert list(enqueuer) == OTHERS
-
-
-@pytest.mark.thorough
-def test_an_iterable_has_the_limit_too(limited):
-    options = {"workers": 2, "on_error": "skip", **limited}
-    with OrderedEnqueuer(iter(range(8)), Hanging(3), **options) as enqueuer:
-        assert list(enqueuer) == OTHERS
-    assert list(imap(Hanging(3), range(8), workers=2, on_error="skip", **limited)) == OTHERS
 
 
 @pytest.mark.thorough
@@ -158,63 +129,6 @@ def test_a_batch_whose_collate_hangs_is_left_out(limited):
     with OrderedEnqueuer(range(8), **options) as enqueuer:
         assert list(enqueuer) == [[4, 5, 6, 7]]
         assert enqueuer.error_count == 1
-
-
-@pytest.mark.thorough
-def test_each_epoch_has_its_own_elements(limited):
-    options = {"workers": 2, "on_error": "skip", "shuffle": True, "random_seed": 7, **limited}
-    with OrderedEnqueuer(range(8), Hanging(3), epochs=2, **options) as enqueuer:
-        epochs = [list(enqueuer) for _ in range(2)]
-        assert enqueuer.error_count == 2
-    wanted = [4, 5, 6, 7]
-    assert [sorted(epoch) for epoch in epochs] == [OTHERS, OTHERS]
-    assert epochs[0] != epochs[1] and set(wanted) < set(epochs[0])
-
-
-@pytest.mark.thorough
-def test_a_state_goes_on_behind_the_element(limited):
-    def enqueuer():
-        options = {"workers": 2, "on_error": "skip", **limited}
-        return OrderedEnqueuer(range(8), Hanging(3), **options)
-
-    with enqueuer() as first:
-        batches = iter(first)
-        assert [next(batches) for _ in range(4)] == OTHERS[:4]
-        state = first.state_dict()
-    assert state["error_count"] == 1
-    second = enqueuer()
-    second.load_state_dict(state)
-    with second:
-        assert list(second) == OTHERS[4:]
-        assert second.error_count == 1
-
-
-@pytest.mark.thorough
-def test_ranks_leave_out_their_own_elements(limited):
-    def enqueuer(rank):
-        options = {"on_error": "skip", "rank": rank, "world_size": 2, **limited}
-        return OrderedEnqueuer(range(8), Hanging(3), random_seed=1, **options)
-
-    states = []
-    for rank, wanted in enumerate([[0, 2], [1, 5]]):
-        with enqueuer(rank) as one:
-            batches = iter(one)
-            assert [next(batches) for _ in range(2)] == wanted
-            states.append(one.state_dict())
-    left = []
-    for rank in range(2):
-        one = enqueuer(rank)
-        one.load_state_dict(merge_states(states))
-        with one:
-            left += one
-    assert sorted(left) == [4, 6, 7]
-
-
-@pytest.mark.thorough
-def test_too_many_that_hang_are_an_error(limited):
-    options = {"workers": 2, "on_error": "skip", "max_errors": 1, **limited}
-    error = raised_by(OrderedEnqueuer(range(8), Hanging(3, 5), **options))
-    assert "more than max_errors=1" in error.__notes__[-1]
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -287,12 +201,6 @@ def test_the_state_of_a_shard_goes_on_behind_its_replacement(limited):
     second.load_state_dict(state)
     with second:
         assert list(second) == [(1, 2), (1, 3)]
-
-
-@pytest.mark.thorough
-def test_prefetch_has_the_limit_too(limited):
-    found = prefetch(Hanging((0, 2)).items, workers=1, on_error="skip", **limited)
-    assert list(found) == [(0, 0), (0, 1)]
 
 
 # --- what does not count --------------------------------------------------------------------------

@@ -80,13 +80,6 @@ def test_attributes_survive(backend):
     assert (error.a, error.b) == (1, "two")
 
 
-def test_the_cause_survives(backend):
-    with GeneratorEnqueuer(Failing(1, helpers.raise_chained), **backend) as enqueuer:
-        _, error = until_error(enqueuer)
-    assert type(error.__cause__) is KeyError
-    assert error.__cause__.args == ("cause",)
-
-
 def test_what_cannot_be_pickled_arrives_as_worker_error(process):
     with GeneratorEnqueuer(Failing(1, helpers.raise_holds_lock), **process) as enqueuer:
         batches, error = until_error(enqueuer)
@@ -120,15 +113,6 @@ def test_stop_iteration_in_a_generator_is_a_runtime_error(backend):
     assert "StopIteration" in str(error)
 
 
-def test_stop_iteration_in_a_function_is_not_an_end(backend):
-    def source():
-        raise StopIteration
-
-    with GeneratorEnqueuer(source, **backend) as enqueuer:
-        with pytest.raises(RuntimeError, match="raised StopIteration"):
-            next(iter(enqueuer))
-
-
 def test_a_failure_is_sticky_until_stop(backend):
     enqueuer = GeneratorEnqueuer(Failing(1, helpers.raise_value_error), **backend)
     with enqueuer:
@@ -148,14 +132,6 @@ def test_a_failure_is_sticky_until_stop(backend):
         assert next(iter(enqueuer)) == (0, 0)
 
 
-def test_the_queue_raises_the_failure(backend):
-    with GeneratorEnqueuer(Failing(1, helpers.raise_value_error), **backend) as enqueuer:
-        assert enqueuer.queue.get() == (0, 0)
-        helpers.wait_until(lambda: not enqueuer.queue.empty())
-        with pytest.raises(ValueError, match="bad value"):
-            enqueuer.queue.get()
-
-
 def test_a_timeout_error_of_the_generator_is_itself(backend):
     def source():
         raise TimeoutError("the server did not answer")
@@ -164,19 +140,6 @@ def test_a_timeout_error_of_the_generator_is_itself(backend):
     with GeneratorEnqueuer(source, **backend) as enqueuer:
         with pytest.raises(TimeoutError, match="the server did not answer"):
             enqueuer.queue.get(timeout=helpers.LIMIT)
-
-
-def test_closed_raised_by_the_generator_is_a_failure(backend):
-    from enqueuer import Closed
-
-    def source():
-        yield 1
-        raise Closed("of the user's own")
-
-    with GeneratorEnqueuer(source, **backend) as enqueuer:
-        batches, error = until_error(enqueuer)
-    assert batches == [1]
-    assert "of the user's own" in str(error)
 
 
 def test_an_item_that_cannot_be_pickled_is_named_and_loses_nothing(process):

@@ -1,6 +1,5 @@
 """Errors that are not raised: skipped, counted, logged, replaced; and the one too many."""
 
-import json
 import logging
 import os
 import resource
@@ -11,7 +10,7 @@ import time
 import helpers
 import numpy as np
 import pytest
-from helpers import Failing, pid_of
+from helpers import Failing, Resumable, kill_once, packed, pid_of, rest_of, taken
 
 from enqueuer import BlockMemoryError, GeneratorEnqueuer, ItemNotPicklable, OrderedEnqueuer, empty
 
@@ -37,7 +36,7 @@ def test_skip_goes_on_with_the_other_shards(backend, caplog):
             ]
         assert enqueuer.error_count == 1
         assert len(list(enqueuer)) == 8
-        assert enqueuer.error_count == 2
+        assert enqueuer.error_count == enqueuer.stats().error_count == 2
     record = caplog.records[0]
     assert "shard 1, item 2" in record.message
     assert "ValueError: a bad file" in caplog.text
@@ -84,58 +83,48 @@ def test_an_exit_is_never_skipped(backend):
             list(enqueuer)
 
 
-def test_an_item_that_cannot_be_sent_is_skipped_alone(process, caplog):
-    def source():
-        yield 1
-        yield iter(x for x in "ab")
-        yield 3
-
-    with GeneratorEnqueuer(source, on_error="skip", **process) as enqueuer:
-        assert list(enqueuer) == [1, 3]
-        assert enqueuer.error_count == 1
-    assert ItemNotPicklable.__name__ in caplog.text
-
-
-class Stubborn:
-    """An iterator that raises at item 2, knows its place and ends at item 5."""
+class Stubborn(Resumable):
+    """An iterator that raises in the place of item 2, and goes on."""
 
     def __init__(self, shard):
-        self.at, self.shard = 0, shard.index
-
-    def __iter__(self):
-        return self
+        super().__init__([(shard.index, number) for number in range(5)])
 
     def __next__(self):
-        if self.at == 5:
-            raise StopIteration
-        self.at += 1
+        item = super().__next__()
         if self.at == 3:
             bad()
-        return self.shard, self.at - 1
+        return item
 
-    def state_dict(self):
-        return {"at": self.at}
 
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def not_even_begun(shard):
+    bad()
+
+
+def begins_anywhere(shard, first_item=0):
+    for number in range(first_item, 6):
+        if number == 2:
+            bad()
+        yield number
 
 
 @pytest.mark.thorough("processes")
-@pytest.mark.parametrize("source", [Failing(2, bad, shard=1), Stubborn])
+@pytest.mark.parametrize(
+    "source", [Failing(2, bad, shard=1), Stubborn, not_even_begun, begins_anywhere]
+)
 def test_what_was_put_in_its_place_does_not_come_again(backend, source):
-    """The state after it says so: what raised is over, though it is run again."""
+    """The state after it says so: what raised is over, and counts once, though it is run again."""
     options = dict(shards=2, on_error=str, random_seed=7, **backend)
     with GeneratorEnqueuer(source, **options) as enqueuer:
         whole = list(enqueuer)
-    assert "a bad file" in whole
+        errors = enqueuer.error_count
+    assert whole.count("a bad file") == errors
     with GeneratorEnqueuer(source, **options) as enqueuer:
         batches = iter(enqueuer)
-        states = [(next(batches), enqueuer.state_dict())[1] for _ in whole]
+        states = [(next(batches), packed(enqueuer.state_dict()))[1] for _ in whole]
     for count, state in enumerate(states, 1):
         later = GeneratorEnqueuer(source, **options)
-        later.load_state_dict(json.loads(json.dumps(state)))
-        with later:
-            assert list(later) == whole[count:]
+        assert rest_of(later, state) == whole[count:]
+        assert later.error_count == errors
 
 
 def unsendable_at_first(shard):
@@ -146,7 +135,7 @@ def unsendable_at_first(shard):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers):
+def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers, caplog):
     """As with None; and so the order does not depend on the number of workers."""
     with GeneratorEnqueuer(
         unsendable_at_first, workers=workers, shards=4, on_error="skip", **process
@@ -155,37 +144,8 @@ def test_a_shard_whose_item_cannot_be_sent_keeps_its_turn(process, workers):
             (0, 1), (1, 0), (2, 0), (3, 0), (0, 2), (1, 1), (2, 3), (3, 1),
             (0, 3), (1, 2), (3, 2), (1, 3),
         ]  # fmt: skip
-
-
-class DiesAfterAnError:
-    """Yields an item that cannot be sent, and kills its worker at the next one; once."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __call__(self):
-        yield 0
-        yield iter(x for x in "ab")
-        if not self.path.exists():
-            self.path.touch()
-            helpers.kill_self()
-        yield 2
-
-
-def test_an_error_counts_once_though_the_worker_is_replaced(process, tmp_path, caplog):
-    source = DiesAfterAnError(tmp_path / "died")
-    with GeneratorEnqueuer(
-        source, on_error="skip", max_errors=1, max_restarts=1, **process
-    ) as enqueuer:
-        assert list(enqueuer) == [0, 2]
-        assert (enqueuer.error_count, enqueuer.restart_count) == (1, 1)
-    assert caplog.text.count("skipped in worker 0") == 1
-
-
-@pytest.mark.parametrize("value", ["ignore", 5, None])
-def test_nonsense_is_refused(value):
-    with pytest.raises((TypeError, ValueError), match="on_error must be"):
-        GeneratorEnqueuer(bad, on_error=value)
+        assert enqueuer.error_count == 4
+    assert ItemNotPicklable.__name__ in caplog.text
 
 
 class Unsendable:
@@ -222,23 +182,6 @@ def test_a_replacement_is_not_lost_with_its_worker(process):
         assert list(iterator) == [(0, 1), "a bad file"]
 
 
-def not_even_begun(shard):
-    raise ValueError("no such folder")
-
-
-def test_a_replacement_that_came_does_not_come_again(backend):
-    def make():
-        return GeneratorEnqueuer(not_even_begun, on_error=str, random_seed=1, **backend)
-
-    with make() as enqueuer:
-        assert next(iter(enqueuer)) == "no such folder"
-        state = enqueuer.state_dict()
-    later = make()
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == []
-
-
 # --- what the generator catches and reports ------------------------------------------------------
 
 
@@ -258,17 +201,18 @@ class Reporting:
                     raise OSError(f"cannot read {number}.{nth}")
                 except OSError as error:
                     shard.report(error, self.log)
-            if self.path is not None and not self.path.exists():
-                self.path.touch()
-                helpers.kill_self()
+            if self.path is not None:
+                kill_once(self.path)
 
 
-def test_what_is_reported_is_counted(backend):
-    with GeneratorEnqueuer(Reporting(each=3), workers=2, shards=2, **backend) as enqueuer:
+def test_what_is_reported_quietly_is_counted_and_not_logged(backend, caplog):
+    source = Reporting(each=3, log=False)
+    with GeneratorEnqueuer(source, workers=2, shards=2, **backend) as enqueuer:
         assert sorted(enqueuer) == [0, 2, 3, 5]
         assert enqueuer.error_count == 6
         list(enqueuer)
         assert enqueuer.error_count == 12
+    assert not caplog.records
 
 
 def test_what_is_reported_is_logged_once(backend, caplog):
@@ -343,54 +287,8 @@ def test_an_error_behind_the_position_is_counted_once(backend):
         state = enqueuer.state_dict()
         assert state["error_count"] == 1
     later = make()
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == [-1, 4, 2]
-        assert later.error_count == 2
-
-
-def test_a_replay_counts_no_error_again(backend):
-    def source(shard):
-        yield shard.index
-        raise OSError("cannot read")
-
-    def make():
-        return GeneratorEnqueuer(source, on_error=str, shards=2, random_seed=1, **backend)
-
-    with make() as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches) for _ in range(3)] == [0, 1, "cannot read"]
-        state = enqueuer.state_dict()
-    later = make()
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == ["cannot read"]
-        assert later.error_count == 2
-
-
-def test_an_error_that_was_raised_is_not_counted_when_the_run_goes_on(backend):
-    def make():
-        return OrderedEnqueuer(
-            range(6),
-            lambda n: 1 // (n % 2),
-            on_error="skip",
-            max_errors=1,
-            random_seed=1,
-            **backend,
-        )
-
-    with make() as enqueuer:
-        with pytest.raises(ZeroDivisionError):
-            list(enqueuer)
-        state = enqueuer.state_dict()
-    assert state["error_count"] == enqueuer.error_count == 1
-
-
-def test_what_is_reported_quietly_is_counted_and_not_logged(backend, caplog):
-    with GeneratorEnqueuer(Reporting(log=False), **backend) as enqueuer:
-        assert len(list(enqueuer)) == 4
-        assert enqueuer.error_count == 2
-    assert not caplog.records
+    assert rest_of(later, state) == [-1, 4, 2]
+    assert later.error_count == 2
 
 
 def test_a_report_too_many_is_raised(backend):
@@ -426,15 +324,10 @@ def test_a_report_counts_once_though_the_worker_is_replaced(process, tmp_path, c
 
 def test_a_report_that_was_told_is_not_told_after_resuming(backend):
     options = dict(random_seed=1, **backend)
-    with GeneratorEnqueuer(Reporting(bad=(1, 4), log=False), **options) as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches), next(batches)] == [0, 2]
-        state = enqueuer.state_dict()
-    later = GeneratorEnqueuer(Reporting(bad=(1, 4), log=False), **options)
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == [3, 5]
-        assert later.error_count == 2  # the one of before, and another
+    had, state = taken(GeneratorEnqueuer(Reporting(log=False), **options), 2)
+    later = GeneratorEnqueuer(Reporting(log=False), **options)
+    assert had + rest_of(later, state) == [0, 2, 3, 5]
+    assert later.error_count == 2  # the one of before, and another
 
 
 # --- iterators that go on ---
@@ -495,15 +388,10 @@ def test_a_running_iterator_goes_on(backend):
 @pytest.mark.parametrize("count", [0, 4, 5, 6, 13])
 def test_a_run_of_an_iterator_that_goes_on_is_resumed(backend, count):
     options = dict(shards=2, on_error="skip", random_seed=1, **backend)
-    with GeneratorEnqueuer(damaged, **options) as enqueuer:
-        batches = iter(enqueuer)
-        had = [next(batches) for _ in range(count)]
-        state = enqueuer.state_dict()
+    had, state = taken(GeneratorEnqueuer(damaged, **options), count)
     later = GeneratorEnqueuer(damaged, **options)
-    later.load_state_dict(state)
-    with later:
-        assert sorted([*had, *later]) == WHOLE
-        assert later.error_count == 3
+    assert sorted(had + rest_of(later, state)) == WHOLE
+    assert later.error_count == 3
 
 
 def test_the_samples_of_an_incomplete_batch_are_dropped(backend):
@@ -549,13 +437,6 @@ def test_an_iterator_that_raises_for_ever_ends(backend, caplog):
     with GeneratorEnqueuer(broken, on_error="skip", max_errors=3, **backend) as enqueuer:
         with pytest.raises(OSError, match="the disk is gone"):
             list(enqueuer)
-
-
-def test_without_on_error_the_error_stays(backend):
-    with GeneratorEnqueuer(damaged, shards=1, **backend) as enqueuer:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="5 is damaged"):
-                list(enqueuer)
 
 
 def test_a_later_error_of_an_iterator_that_goes_on_is_made_again(backend):

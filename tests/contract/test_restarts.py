@@ -1,13 +1,11 @@
 """Replacement: a worker that died is replaced, and what arrives is the same as without."""
 
-import logging
 import os
-import re
 import signal
 
 import helpers
 import pytest
-from helpers import bytes_of, pid_of, random_batches
+from helpers import pid_of, random_batches
 
 from enqueuer import EnqueuerWarning, GeneratorEnqueuer, StartError, WorkerDied
 from enqueuer.enqueuers.enqueuer import core_of
@@ -17,27 +15,6 @@ def pid_first(shard):
     """Yield the worker's pid, then numbers: a test needs to know whom to kill."""
     yield os.getpid()
     yield from (f"{shard.index}: {shard.rng.integers(1000)}" for _ in range(30))
-
-
-def test_what_arrives_is_the_same_as_without_the_death(process, caplog):
-    with GeneratorEnqueuer(pid_first, shards=3, random_seed=7) as enqueuer:
-        wanted = list(enqueuer)[3:]
-    with GeneratorEnqueuer(
-        pid_first, workers=2, shards=3, random_seed=7, max_restarts=5, **process
-    ) as enqueuer:
-        batches = iter(enqueuer)
-        pids = [next(batches) for _ in range(3)]
-        seen = [next(batches) for _ in range(4)]
-        with caplog.at_level(logging.WARNING):
-            os.kill(pids[0], signal.SIGKILL)
-            seen += batches
-        assert seen == wanted
-        assert enqueuer.restart_count == 1
-        assert len(list(enqueuer)) == 93  # the next epoch runs on the new workers
-    (record,) = [record for record in caplog.records if "goes on with" in record.message]
-    assert f"process {pids[0]}" in record.message
-    assert re.search("was killed by SIGKILL|died", record.message)  # Ray does not tell how
-    assert "restart 1, of max_restarts=5" in record.message
 
 
 def test_a_death_between_epochs_is_mended_in_the_next(process):
@@ -64,16 +41,6 @@ class Poisoned:
             yield batch
 
 
-def test_an_item_that_kills_a_few_times_comes_in_the_end(process, tmp_path):
-    def run(times, **options):
-        with GeneratorEnqueuer(
-            Poisoned(tmp_path, times), shards=2, random_seed=7, **options
-        ) as enqueuer:
-            return [bytes_of(batch) for batch in enqueuer]
-
-    assert run(2, workers=2, max_restarts=2, **process) == run(0)
-
-
 def test_an_item_that_kills_every_time_is_named(process, tmp_path):
     with GeneratorEnqueuer(
         Poisoned(tmp_path, 99), shards=2, workers=2, max_restarts=2, **process
@@ -84,14 +51,6 @@ def test_an_item_that_kills_every_time_is_named(process, tmp_path):
     assert "shard 1, item 2" in caught.value.__notes__[0]
     assert "max_restarts=2 is used up" in str(caught.value)
     assert enqueuer.restart_count == 2
-
-
-def test_out_of_order_nothing_is_lost_or_comes_twice(process, tmp_path):
-    with GeneratorEnqueuer(
-        Poisoned(tmp_path, 3), shards=4, workers=2, max_restarts=3, ordered=False, **process
-    ) as enqueuer:
-        where = [batch["where"][::2] for batch in enqueuer]
-    assert sorted(where) == [(shard, n) for shard in range(4) for n in range(4 + shard)]
 
 
 def test_other_workers_do_not_bring_more_restarts(process):
@@ -134,25 +93,6 @@ def test_threads_take_the_option_and_need_nothing_of_it():
     with enqueuer:
         assert len(list(enqueuer)) == 4
         assert enqueuer.restart_count == 0
-
-
-def test_an_interrupted_replacement_is_made_by_the_next_call(process, monkeypatch):
-    def interrupted(index):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    with GeneratorEnqueuer(pid_first, max_restarts=1, random_seed=7, **process) as enqueuer:
-        batches = iter(enqueuer)
-        pid = next(batches)
-        monkeypatch.setattr(core_of(enqueuer).run.backend.pool, "start_worker", interrupted)
-        os.kill(pid, signal.SIGKILL)
-        seen = []
-        with pytest.raises(KeyboardInterrupt):
-            seen.extend(batches)
-        assert enqueuer.restart_count == 0
-        seen.extend(batches)
-        assert len(seen) == 30
-        assert enqueuer.restart_count == 1
 
 
 def test_a_replacement_that_cannot_be_started_is_named_as_the_reason(process, monkeypatch):

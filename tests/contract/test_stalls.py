@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -15,9 +14,9 @@ from queue import Empty
 
 import helpers
 import pytest
-from helpers import Gated, wait_until
+from helpers import Gated, text_when, timeout_of, wait_until
 
-from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, imap, prefetch
+from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
 
 ALL = [(shard, number) for number in range(3) for shard in range(2)]
@@ -36,26 +35,6 @@ def take(enqueuer, count):
         except BatchTimeout:
             pass
     return batches
-
-
-def timeout_of(enqueuer):
-    """Return the text of the BatchTimeout of a loop that waits for ever."""
-    with pytest.raises(BatchTimeout) as caught:
-        next(iter(enqueuer))
-    assert caught.value.__context__ is None  # how the wait was cut is nobody's business
-    return str(caught.value)
-
-
-def text_when(enqueuer, words):
-    """Return the text of a BatchTimeout that has some words: a worker needs time to get there."""
-    texts = []
-
-    def has_come():
-        texts.append(timeout_of(enqueuer))
-        return words in texts[-1]
-
-    wait_until(has_come)
-    return texts[-1]
 
 
 def new_folder(folder):
@@ -283,19 +262,6 @@ def test_async_for_times_out_and_loses_nothing(backend, tmp_path):
     assert "the loop waits for shard 1, item 1" in texts[-1]
 
 
-@pytest.mark.thorough
-def test_async_for_warns_and_goes_on(backend, tmp_path, monkeypatch):
-    source = Gated(tmp_path)
-    heard = Heard(monkeypatch, source.let_on)
-
-    async def main():
-        async with GeneratorEnqueuer(source, workers=2, stall_timeout=1.0, **backend) as enqueuer:
-            return [batch async for batch in enqueuer]
-
-    assert asyncio.run(main()) == ALL
-    assert len(heard.texts) == 1
-
-
 def test_queue_get_times_out_as_the_loop_does_and_as_it_is_told(backend, tmp_path):
     source = Gated(tmp_path, stops=[(0, 0)])
     with GeneratorEnqueuer(source, timeout=SHORT_S, **backend) as enqueuer:
@@ -303,6 +269,8 @@ def test_queue_get_times_out_as_the_loop_does_and_as_it_is_told(backend, tmp_pat
             enqueuer.queue.get()
         with pytest.raises(Empty):
             enqueuer.queue.get(timeout=SHORT_S / 2)
+        with pytest.raises(Empty):
+            enqueuer.queue.get_nowait()
         source.let_on()
         assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
 
@@ -340,37 +308,6 @@ def test_a_warning_that_is_made_an_error_loses_nothing(tmp_path, no_warnings):
             except StallWarning:
                 pass
     assert batches == ALL
-
-
-def test_a_copy_has_the_same_limits(tmp_path):
-    enqueuer = copy.copy(GeneratorEnqueuer(Gated(tmp_path, stops=[(0, 0)]), timeout=SHORT_S))
-    with enqueuer:
-        timeout_of(enqueuer)
-        core_of(enqueuer).workload.source.function.let_on()
-        assert take(enqueuer, 3) == [(0, 0), (0, 1), (0, 2)]
-
-
-@pytest.mark.thorough
-def test_prefetch_and_imap_take_the_limits(tmp_path):
-    source = Gated(tmp_path, stops=[(0, 0)])
-    options = {"timeout": SHORT_S, "stall_timeout": None, "backend": "process"}
-    for batches in (
-        prefetch(source, **options),
-        imap(functools.partial(source.item, 0), range(2), **options),
-    ):
-        with pytest.raises(BatchTimeout):
-            next(batches)
-
-
-@pytest.mark.parametrize("name", ["stall_timeout", "timeout"])
-@pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError)]
-)
-def test_a_limit_that_cannot_be_is_refused(name, value, error):
-    for kind in (GeneratorEnqueuer, OrderedEnqueuer):
-        source = helpers.twelve if kind is GeneratorEnqueuer else [1]
-        with pytest.raises(error, match=f"{name} must be"):
-            kind(source, **{name: value})
 
 
 @pytest.mark.local
