@@ -100,26 +100,9 @@ def test_batches_come_in_order_and_each_loop_is_an_epoch(backend):
     run(main())
 
 
-def test_tasks_come_in_order(backend):
-    async def main():
-        async with OrderedEnqueuer(range(30), str, workers=2, **backend) as enqueuer:
-            for _ in range(2):
-                assert [batch async for batch in enqueuer] == [str(n) for n in range(30)]
-
-    run(main())
-
-
 def test_a_new_one_is_started_and_ends_with_its_last_reference(backend):
     async def main():
         return [batch async for batch in GeneratorEnqueuer(twelve, **backend)]
-
-    assert run(main()) == list(range(12))
-
-
-def test_after_a_break_it_goes_on(backend):
-    async def main():
-        async with GeneratorEnqueuer(twelve, **backend) as enqueuer:
-            return await take(enqueuer, 5) + await take(enqueuer, 99)
 
     assert run(main()) == list(range(12))
 
@@ -155,19 +138,6 @@ def test_an_old_iterator_is_over_with_its_epoch():
             return [batch async for batch in old]
 
     assert run(main()) == []
-
-
-def test_the_state_is_that_of_the_loop(backend):
-    async def main():
-        async with GeneratorEnqueuer(twelve, random_seed=7, **backend) as enqueuer:
-            assert await take(enqueuer, 5) == [0, 1, 2, 3, 4]
-            state = enqueuer.state_dict()
-        later = GeneratorEnqueuer(twelve, **backend)
-        later.load_state_dict(state)
-        async with later:
-            return [batch async for batch in later]
-
-    assert run(main()) == [5, 6, 7, 8, 9, 10, 11]
 
 
 # --- the event loop goes on --------------------------------------------------------------------
@@ -401,28 +371,6 @@ def test_the_next_event_loop_goes_on(backend):
 
 
 @pytest.mark.thorough
-def test_the_end_of_the_event_loop_does_not_wait_for_a_batch(process):
-    enqueuer = GeneratorEnqueuer(three_and_hang, **process)
-    got = []
-
-    async def collect():
-        async for batch in enqueuer:
-            got.append(batch)
-
-    async def main():
-        task = asyncio.ensure_future(collect())
-        while len(got) < 3:
-            await asyncio.sleep(0.001)
-        await is_waited_for()
-        task.cancel()
-
-    with enqueuer:
-        run(main())
-        assert got == [0, 1, 2]
-        wait_until(lambda: len(waiting_threads()) == 1)  # one before it may still be ending
-
-
-@pytest.mark.thorough
 def test_one_that_is_forgotten_while_it_is_waited_for_ends(process):
     async def main():
         enqueuer = GeneratorEnqueuer(three_and_hang, **process)
@@ -471,28 +419,6 @@ def test_other_tasks_run_while_a_block_is_entered_and_left(process):
         return turns - before
 
     assert run(main()) > 5  # it hangs, and has to be killed
-
-
-def test_an_exception_in_the_loop_ends_it(backend):
-    async def main():
-        async with GeneratorEnqueuer(counting, **backend) as enqueuer:
-            async for _ in enqueuer:
-                raise RuntimeError("diverged")
-
-    with pytest.raises(RuntimeError, match="diverged"):
-        run(main())
-
-
-def test_workers_may_change_while_a_task_waits(backend):
-    async def main():
-        options = {"shards": 4, "workers": 1, "random_seed": 7, **backend}
-        async with GeneratorEnqueuer(twelve, **options) as enqueuer:
-            task = asyncio.create_task(take(enqueuer, 99))
-            await asyncio.sleep(0)
-            await asyncio.to_thread(enqueuer.reconfigure, 3)
-            return await task
-
-    assert run(main()) == list(range(12))
 
 
 def test_a_start_that_fails_is_raised_in_the_task():

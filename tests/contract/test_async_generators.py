@@ -12,10 +12,9 @@ from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
-from helpers import LIMIT, kill_self, wait_until
+from helpers import LIMIT, kill_once, rest_of, taken, timeout_of, wait_until
 
 from enqueuer import (
-    BatchTimeout,
     GeneratorEnqueuer,
     OrderedEnqueuer,
     WorkerError,
@@ -95,14 +94,9 @@ def test_the_samples_of_their_first_batches_are_made_side_by_side(options, sampl
 
 
 def test_items_before_a_position_are_made_side_by_side(options):
-    with GeneratorEnqueuer(Meeting(4, ()), shards=4, **options) as enqueuer:
-        for _ in range(8):
-            next(enqueuer.get())
-        state = enqueuer.state_dict()
+    _, state = taken(GeneratorEnqueuer(Meeting(4, ()), shards=4, **options), 8)
     enqueuer = GeneratorEnqueuer(Meeting(4, (0, 1, 2)), shards=4, **options)
-    enqueuer.load_state_dict(state)
-    with enqueuer:
-        assert list(enqueuer) == [(shard, 2) for shard in range(4)]
+    assert rest_of(enqueuer, state) == [(shard, 2) for shard in range(4)]
 
 
 def test_each_shard_makes_at_most_one_item_ahead():
@@ -114,9 +108,9 @@ def test_each_shard_makes_at_most_one_item_ahead():
             yield number
 
     with GeneratorEnqueuer(counted, shards=4, max_queue_size=2) as enqueuer:
-        for taken, _ in enumerate(enqueuer):
+        for count, _ in enumerate(enqueuer):
             # Those that wait, and the one that the worker holds.
-            assert len(made) <= taken + 1 + 2 + 1 + 4
+            assert len(made) <= count + 1 + 2 + 1 + 4
     assert len(made) == 80
 
 
@@ -239,20 +233,6 @@ def test_reports_are_counted_before_the_item_that_follows_them(backend):
     assert counts == list(range(1, 13))
 
 
-@pytest.mark.thorough
-def test_a_position_is_resumed_after_any_item(backend):
-    given = dict(random_seed=7, shards=3, **backend)
-    whole = list(GeneratorEnqueuer(plain, random_seed=7, shards=3))
-    for count in (1, 8, 31):
-        with GeneratorEnqueuer(awaited, **given) as enqueuer:
-            had = list(itertools.islice(enqueuer.get(), count))
-            state = enqueuer.state_dict()
-        later = GeneratorEnqueuer(awaited, **given)
-        later.load_state_dict(state)
-        with later:
-            assert had + list(later) == whole
-
-
 async def from_any_item(shard, first_item=0):
     for number in range(first_item, 5):
         await asyncio.sleep(0)
@@ -260,21 +240,17 @@ async def from_any_item(shard, first_item=0):
 
 
 def test_a_generator_may_begin_with_any_item(backend):
-    with GeneratorEnqueuer(from_any_item, shards=2, **backend) as enqueuer:
-        assert [next(enqueuer.get()) for _ in range(5)][-1] == (2, 0)
-        state = enqueuer.state_dict()
-    later = GeneratorEnqueuer(from_any_item, shards=2, **backend)
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == [(2, 2), (3, 3), (3, 2), (4, 3), (4, 2)]
+    had, state = taken(GeneratorEnqueuer(from_any_item, shards=2, **backend), 5)
+    assert had[-1] == (2, 0)
+    rest = rest_of(GeneratorEnqueuer(from_any_item, shards=2, **backend), state)
+    assert rest == [(2, 2), (3, 3), (3, 2), (4, 3), (4, 2)]
 
 
-async def dies_once(flag, shard):
+async def dies_once(mark, shard):
     for number in shard.split(range(40)):
         await asyncio.sleep(0.001)
-        if number == 9 and not flag.exists():
-            flag.touch()
-            kill_self()
+        if number == 9:
+            kill_once(mark)
         yield number
 
 
@@ -354,9 +330,7 @@ def test_a_stall_report_has_the_stack_of_the_coroutine(options, tmp_path):
     source = functools.partial(is_slow_within, tmp_path)
     with GeneratorEnqueuer(source, shards=3, timeout=0.3, **options) as enqueuer:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
-        with pytest.raises(BatchTimeout) as caught:
-            next(iter(enqueuer))
-        text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
+        text = timeout_of(enqueuer)
         assert "shards 0, 1, 2 is here" in text
         assert "is_slow_within" in text
         assert "deep_wait" in text

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 from conftest import BACKENDS, chosen, without
-from helpers import LIMIT, kill_self, wait_until
+from helpers import LIMIT, augmented, kill_self, rest_of, taken, text_when, wait_until
 
-from enqueuer import BatchTimeout, OrderedEnqueuer, StopWarning, WorkerDied, imap, replay
+from enqueuer import OrderedEnqueuer, StopWarning, WorkerDied, imap, replay
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -18,14 +18,6 @@ from enqueuer.enqueuers.enqueuer import core_of
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     return chosen(request.param, monkeypatch, request.node)
-
-
-def augmented(x, task):
-    """Draw from the task's generator; every fifth result is missing, every seventh is large."""
-    if x % 5 == 4:
-        return None
-    large = task.rng.integers(0, 255, 200_000 if x % 7 == 0 else 3, np.uint8)
-    return x, task.index, task.epoch, large.tobytes()
 
 
 class Meeting:
@@ -131,21 +123,8 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
 
 def test_a_state_continues_with_the_next_result(backend, whole):
     options = dict(shuffle=True, random_seed=7, concurrency=4, **backend)
-    with OrderedEnqueuer(range(23), augmented, **options) as enqueuer:
-        first = [next(enqueuer.get()) for _ in range(7)]
-        state = enqueuer.state_dict()
-    again = OrderedEnqueuer(range(23), augmented, **options)
-    again.load_state_dict(state)
-    with again:
-        assert first + list(again) == whole[0]
-
-
-def test_reconfigure_loses_nothing(backend):
-    with OrderedEnqueuer(range(60), abs, concurrency=4, **backend) as enqueuer:
-        batches = enqueuer.get()
-        found = [next(batches) for _ in range(10)]
-        enqueuer.reconfigure(workers=2)
-        assert found + [next(batches) for _ in range(50)] == list(range(60))
+    had, state = taken(OrderedEnqueuer(range(23), augmented, **options), 7)
+    assert had + rest_of(OrderedEnqueuer(range(23), augmented, **options), state) == whole[0]
 
 
 # --- work on a whole batch ---
@@ -374,21 +353,13 @@ def test_a_stall_report_names_the_elements_of_the_threads(backend, tmp_path):
     options = dict(concurrency=3, batch_size=3, timeout=0.3)
     with OrderedEnqueuer(range(3), gates, **options, **backend) as enqueuer:
         gates.wait_for(0, 1, 2)
-        texts = []
-
-        def has_come(words):
-            with pytest.raises(BatchTimeout) as caught:
-                next(iter(enqueuer))
-            texts.append(str(caught.value))
-            return words in texts[-1]
-
-        wait_until(lambda: has_come("elements 0, 1, 2 is here"))
+        text_when(enqueuer, "elements 0, 1, 2 is here")
         gates.open(1)
-        wait_until(lambda: has_come("elements 0, 2 is here"))
+        text = text_when(enqueuer, "elements 0, 2 is here")
         gates.open(0, 2)
-    assert "2 threads" in texts[-1]
-    assert "wait_until" in texts[-1]
-    assert "task_loop.py" not in texts[-1]
+    assert "2 threads" in text
+    assert "wait_until" in text
+    assert "task_loop.py" not in text
 
 
 def test_the_shares_of_a_worker_are_those_of_its_threads(backend, tmp_path):

@@ -6,12 +6,11 @@ import logging
 import re
 import threading
 import time
-from concurrent.futures import CancelledError
 
 import pytest
-from helpers import LIMIT, kill_self, wait_until
+from helpers import LIMIT, timeout_of, wait_until
 
-from enqueuer import BatchTimeout, OrderedEnqueuer, WorkerError, imap, replay
+from enqueuer import OrderedEnqueuer, imap, replay
 
 
 def drawn(element, task):
@@ -78,15 +77,6 @@ def test_all_coroutines_of_a_worker_run_on_one_loop(options):
     assert len(set(imap(loop_of, range(30), **options))) == 1
 
 
-def test_partials_methods_and_objects_may_be_async():
-    class Client:
-        async def get(self, element):
-            return -element
-
-    assert list(imap(functools.partial(awaited_sum, 1), range(3))) == [1, 2, 3]
-    assert list(imap(Client().get, range(3))) == [0, -1, -2]
-
-
 async def awaited_sum(a, b):
     return a + b
 
@@ -122,55 +112,6 @@ def test_errors_are_skipped(backend, caplog):
         assert enqueuer.error_count == 1
 
 
-async def dies_at_9(flag, element):
-    await asyncio.sleep(0.001)
-    if element == 9 and not flag.exists():
-        flag.touch()
-        kill_self()
-    return element
-
-
-def test_a_worker_that_is_killed_is_replaced(process, tmp_path):
-    dies = functools.partial(dies_at_9, tmp_path / "died")
-    with OrderedEnqueuer(range(40), dies, workers=2, max_restarts=1, **process) as enqueuer:
-        assert list(enqueuer) == list(range(40))
-
-
-def test_a_position_is_resumed(options):
-    whole = list(OrderedEnqueuer(range(40), awaited, random_seed=7))
-    with OrderedEnqueuer(range(40), awaited, random_seed=7, **options) as enqueuer:
-        had = [next(enqueuer.get()) for _ in range(9)]
-        state = enqueuer.state_dict()
-    later = OrderedEnqueuer(range(40), awaited, random_seed=7, **options)
-    later.load_state_dict(state)
-    with later:
-        assert had + list(later) == whole
-
-
-begun, ended = [], []
-
-
-async def waits_for_long(element):
-    if element == 0:
-        return 0
-    begun.append(element)
-    try:
-        await asyncio.sleep(LIMIT)
-    finally:
-        ended.append(element)
-
-
-def test_stop_cancels_the_coroutines_and_their_finally_runs():
-    ended.clear()
-    with OrderedEnqueuer(range(5), waits_for_long) as enqueuer:
-        began = time.monotonic()
-        assert next(iter(enqueuer)) == 0
-        wait_until(lambda: len(begun) == 4)
-    assert time.monotonic() - began < LIMIT / 2
-    assert set(ended) == {1, 2, 3, 4}
-    assert not any("enqueuer" in thread.name for thread in threading.enumerate())
-
-
 async def is_slow_within(folder, element):
     (folder / f"begun-{element}").touch()
     await deep_wait()
@@ -184,36 +125,13 @@ def test_a_stall_report_has_the_stack_of_the_coroutine(options, tmp_path):
     is_slow = functools.partial(is_slow_within, tmp_path)
     with OrderedEnqueuer(range(3), is_slow, timeout=0.3, **options) as enqueuer:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
-        with pytest.raises(BatchTimeout) as caught:
-            next(iter(enqueuer))
-        text = str(caught.value) + "".join(getattr(caught.value, "__notes__", ()))
-        assert "deep_wait" in text
+        assert "deep_wait" in timeout_of(enqueuer)
 
 
 def test_automatic_workers_begin_with_sixteen_at_once():
     with OrderedEnqueuer(range(200), awaited, workers="auto") as enqueuer:
         assert len(list(enqueuer)) == 160
         assert enqueuer.stats().workers[0].concurrency >= 16
-
-
-class Left(BaseException):
-    """Neither an Exception nor one that asyncio knows."""
-
-
-async def leaves(error, element):
-    await asyncio.sleep(0.001 * element)
-    if element == 3:
-        raise error
-    return element
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), Left()])
-def test_exceptions_that_end_event_loops_are_those_of_their_element(error):
-    seen = []
-    with pytest.raises((WorkerError, CancelledError)):
-        for result in imap(functools.partial(leaves, error), range(20)):
-            seen.append(result)
-    assert seen == [0, 1, 2]
 
 
 def test_threads_for_blocking_calls_end_with_the_worker():
@@ -251,13 +169,6 @@ async def awaited_sum_of(element):
 
 def test_a_coroutine_may_read_another_enqueuer(options):
     assert list(imap(nested, range(5), **options)) == [1, 2, 3, 4, 5]
-
-
-def test_within_a_running_event_loop_too():
-    async def main():
-        return list(imap(awaited_sum_of, range(3), workers=0))
-
-    assert asyncio.run(main()) == [1, 2, 3]
 
 
 async def computes(element):

@@ -14,7 +14,7 @@ import traceback
 import numpy as np
 import psutil
 import pytest
-from helpers import LIMIT, needs, wait_until
+from helpers import LIMIT, needs
 
 from enqueuer import (
     GeneratorEnqueuer,
@@ -62,13 +62,6 @@ def test_the_batches_are_those_of_processes(read):
     before = random.getstate(), np.random.get_state()[1].tolist()
     assert read("process", 0) == read("process", 2)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-
-
-@pytest.mark.parametrize("read", [of_shards, of_tasks])
-def test_the_batches_are_those_of_threads(read):
-    # Threads draw from the global generators of the loop, in any order.
-    zero, two = ([batch[:2] for batch in read("thread", workers)] for workers in (0, 2))
-    assert zero == two
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
@@ -236,40 +229,6 @@ def test_a_running_iterator_that_was_interrupted_cannot_go_on():
             list(enqueuer)
 
 
-def test_the_generator_may_stop_its_own_enqueuer():
-    ends = []
-
-    def batches():
-        try:
-            yield 1
-            enqueuer.stop()
-            yield 2
-            yield 3
-        finally:
-            ends.append(here()[0])
-
-    enqueuer = GeneratorEnqueuer(batches, workers=0)
-    assert list(enqueuer) == [1]
-    assert ends == [True]
-    with pytest.raises(InvalidState, match="after stop"):
-        iter(enqueuer)
-
-
-def test_stop_closes_a_generator_between_two_batches():
-    ends = []
-
-    def batches():
-        try:
-            yield from range(9)
-        finally:
-            ends.append(here()[0])
-
-    with GeneratorEnqueuer(batches, workers=0) as enqueuer:
-        assert next(enqueuer.get()) == 0
-        assert ends == []
-    assert ends == [True]
-
-
 def test_another_thread_waits_for_the_turn_to_end_or_warns():
     entered, gate, ends = threading.Event(), threading.Event(), []
 
@@ -293,22 +252,6 @@ def test_another_thread_waits_for_the_turn_to_end_or_warns():
     assert list(enqueuer) == []
     stopping.join(LIMIT)
     assert ends == [threading.main_thread()]
-
-
-def test_a_position_goes_from_workers_to_none_and_back():
-    def position(workers, state=None):
-        options = {} if state else dict(shards=4, random_seed=7)
-        enqueuer = GeneratorEnqueuer(drawing, workers=workers, backend="process", **options)
-        if state is not None:
-            enqueuer.load_state_dict(state)
-        with enqueuer:
-            batches = [next(enqueuer.get()) for _ in range(3)]
-            return batches, enqueuer.state_dict()
-
-    first, state = position(0)
-    second, state = position(2, state)
-    third, _ = position(0, state)
-    assert [batch[:2] for batch in (*first, *second, *third)] == of_four_shards()[:9]
 
 
 def test_the_number_of_workers_changes_from_none_and_to_none():
@@ -430,27 +373,3 @@ def test_adapters_start_no_thread():
         seen = [(array.tolist(), place, here()[0]) for array, place in loader]
         assert seen == [([number] * 2, True, True) for number in range(4)]
         loader.stop()
-
-
-def test_a_loop_that_is_left_goes_on_with_the_next_batch():
-    with GeneratorEnqueuer(lambda: iter("abcd"), workers=0) as enqueuer:
-        for batch in enqueuer:
-            if batch == "b":
-                break
-        assert list(enqueuer) == ["c", "d"]
-        assert list(enqueuer) == ["a", "b", "c", "d"]
-
-
-def test_an_enqueuer_that_is_forgotten_closes_its_generator():
-    ends = []
-
-    def batches():
-        try:
-            yield from range(9)
-        finally:
-            ends.append(True)
-
-    batch = iter(GeneratorEnqueuer(batches, workers=0))
-    assert next(batch) == 0
-    del batch
-    wait_until(lambda: ends)
