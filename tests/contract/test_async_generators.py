@@ -358,6 +358,7 @@ def test_a_coroutine_that_holds_the_loop_is_named_once(options, caplog, of):
     assert "time.sleep(0.5)" in text
 
 
+@pytest.mark.thorough("processes")
 def test_coroutines_that_wait_are_not_named(options, caplog):
     async def waits(shard):
         await asyncio.sleep(0.5)
@@ -417,6 +418,7 @@ def test_items_of_several_async_generators_are_mixed(backend):
     assert list(prefetch(mixed, **backend)) == ["a", 0, "b", 1, 2, 3]
 
 
+@pytest.mark.thorough
 def test_the_cpu_time_of_the_event_loop_is_that_of_the_worker():
     async def computes(shard):
         end = time.thread_time() + 0.3

@@ -8,7 +8,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import check_prompt, needs, retry_if_disturbed
+from helpers import check_prompt, needs, retry_if_disturbed, taken
 
 from enqueuer import (
     EnqueuerWarning,
@@ -68,10 +68,7 @@ def tasks(*args, **options):
 
 
 def saved(enqueuer, count=3):
-    with enqueuer:
-        for _ in range(count):
-            next(enqueuer.get())
-        return json.loads(json.dumps(enqueuer.state_dict()))
+    return taken(enqueuer, count)[1]
 
 
 CHANGED = {

@@ -60,6 +60,7 @@ class Meeting:
         return self.met >= self.count
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize(
     ("given", "count"), [({}, 16), ({"concurrency": 40}, 40), ({"batch_size": 16}, 16)]
 )
@@ -121,6 +122,7 @@ async def deep_wait():
     await asyncio.sleep(LIMIT)
 
 
+@pytest.mark.thorough("processes")
 def test_a_stall_report_has_the_stack_of_the_coroutine(options, tmp_path):
     is_slow = functools.partial(is_slow_within, tmp_path)
     with OrderedEnqueuer(range(3), is_slow, timeout=0.3, **options) as enqueuer:
@@ -178,6 +180,7 @@ async def computes(element):
     return element
 
 
+@pytest.mark.thorough
 def test_the_cpu_time_of_the_event_loop_is_that_of_the_worker():
     with OrderedEnqueuer(range(60), computes) as enqueuer:
         list(enqueuer)

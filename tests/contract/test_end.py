@@ -153,6 +153,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize(("make", "says"), EMPTY.values(), ids=EMPTY)
 def test_an_empty_epoch_is_told_of_once_with_its_cause(make, says, backend, no_warnings):
     with make(**backend) as enqueuer:

@@ -113,6 +113,7 @@ def test_stop_iteration_in_a_generator_is_a_runtime_error(backend):
     assert "StopIteration" in str(error)
 
 
+@pytest.mark.thorough("processes")
 def test_a_failure_is_sticky_until_stop(backend):
     enqueuer = GeneratorEnqueuer(Failing(1, helpers.raise_value_error), **backend)
     with enqueuer:

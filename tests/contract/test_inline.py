@@ -135,6 +135,7 @@ with GeneratorEnqueuer(batches, workers=0, backend="process") as enqueuer:
 """
 
 
+@pytest.mark.thorough
 def test_a_debugger_stops_in_the_generator(tmp_path):
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

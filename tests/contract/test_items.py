@@ -4,13 +4,12 @@ import collections
 import dataclasses
 import functools
 import gc
-import os
 import threading
 
 import numpy as np
 import psutil
 import pytest
-from helpers import LIMIT, backend_of, wait_until
+from helpers import LIMIT, wait_until
 
 from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
 from enqueuer.backends.thread import sender as thread_sender
@@ -192,24 +191,6 @@ def test_what_is_kept_stays_as_it_was_also_after_stop(process):
     for number, (a, b) in enumerate(kept):
         assert (a == number).all() and a.flags.writeable
         assert (np.asarray(b) == -number).all()
-
-
-def dies(shard):
-    yield from numbered(shard)
-    os._exit(1)
-
-
-@pytest.mark.thorough
-def test_what_is_kept_stays_as_it_was_after_a_death(process):
-    with GeneratorEnqueuer(dies, max_queue_size=3, **process) as enqueuer:
-        kept = []
-        with pytest.raises(ChildProcessError):
-            for pair in enqueuer:
-                kept.append(pair)
-    for number, (a, b) in enumerate(kept):
-        assert (a == number).all() and (b == -number).all()
-    lost = 10 if backend_of(process) == "ray" else 0  # which was still to be sent
-    assert 100 - lost <= len(kept) <= 100
 
 
 @pytest.mark.thorough

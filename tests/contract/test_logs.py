@@ -90,25 +90,6 @@ def test_the_parents_levels_decide(process, heard):
     assert heard == ["high enough"]
 
 
-def test_tracebacks_and_odd_arguments_arrive_as_text(process, caplog):
-    def source():
-        import threading
-
-        try:
-            raise KeyError("why")
-        except KeyError:
-            log.exception("failed with %s", threading.Lock(), extra={"odd": threading.Lock()})
-        yield 1
-
-    with GeneratorEnqueuer(source, **process) as enqueuer:
-        list(enqueuer)
-    (record,) = caplog.records
-    assert record.getMessage().startswith("failed with <unlocked")
-    assert "KeyError: 'why'" in record.exc_text
-    assert record.odd.startswith("<unlocked")
-    assert record.process != record.odd
-
-
 def test_logs_can_be_left_in_the_worker(process, heard):
     with GeneratorEnqueuer(chatty, **with_backend(process, forward_logs=False)) as enqueuer:
         list(enqueuer)

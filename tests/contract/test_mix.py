@@ -1,11 +1,11 @@
 """mix(): fixed proportions at every prefix, the same items for any workers, resumable."""
 
 import itertools
-import json
 import math
 
 import numpy as np
 import pytest
+from helpers import Resumable, rest_of, taken
 
 from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
 from enqueuer.generators.mixing import Turns
@@ -30,34 +30,12 @@ def no_shard():
     yield from (("none", number, 0.0) for number in range(20))
 
 
-class Rows:
-    """Items with a state of their own."""
-
-    def __init__(self, name, count, shard):
-        self.name, self.rows, self.at = name, list(shard.split(range(count))), 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.rows):
-            raise StopIteration
-        self.at += 1
-        return self.name, self.rows[self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
 def rows_a(shard):
-    return Rows("a", 30, shard)
+    return Resumable([("a", number) for number in shard.split(range(30))])
 
 
 def rows_b(shard):
-    return Rows("b", 9, shard)
+    return Resumable([("b", number) for number in shard.split(range(9))])
 
 
 MIXED = mix({"first": first, "second": second, "none": no_shard}, weights=[3, 2, 1])
@@ -136,20 +114,6 @@ def test_the_items_do_not_depend_on_the_workers(backend):
         assert [list(enqueuer) for _ in range(2)] == whole
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 40])
-def test_the_rest_is_what_it_would_have_been(backend, count):
-    options = {"shards": 2, "batch_size": 2, "shuffle_buffer": 5, "collate": list}
-    with GeneratorEnqueuer(MIXED, random_seed=7, **options, **backend) as enqueuer:
-        for _ in range(count):
-            next(iter(enqueuer))
-        state = json.loads(json.dumps(enqueuer.state_dict()))
-        rest = list(enqueuer)
-    later = GeneratorEnqueuer(MIXED, workers=2, **options, **THREADS)
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == rest
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
 @pytest.mark.parametrize("batch_size", [None, 2])
@@ -161,16 +125,11 @@ def test_sources_with_a_state_are_resumed_by_it(backend, at_end, batch_size):
     with GeneratorEnqueuer(source, **options) as enqueuer:
         whole = list(enqueuer)
     for count in range(0, len(whole), 5):
-        with GeneratorEnqueuer(source, **options, **THREADS) as enqueuer:
-            for _ in range(count):
-                next(iter(enqueuer))
-            state = json.loads(json.dumps(enqueuer.state_dict()))
+        _, state = taken(GeneratorEnqueuer(source, **options, **THREADS), count)
         if count > 2:
             assert len(state["states"]) > 0
         later = GeneratorEnqueuer(source, **{**options, **(backend if count == 15 else THREADS)})
-        later.load_state_dict(state)
-        with later:
-            assert list(later) == whole[count:]
+        assert rest_of(later, state) == whole[count:]
 
 
 SHAPES = [[1, 1, 1], [2, 1, 1], [0.1, 0.3, 0.6], [7, 3, 11]]
@@ -202,22 +161,18 @@ def test_a_state_fits_the_same_mixture_in_another_order(parts, at_end):
         whole = list(enqueuer)
     turned = dict(reversed(parts.items()))
     for count in range(0, len(whole), 4):
-        with GeneratorEnqueuer(mix(parts, weights, at_end=at_end), random_seed=7) as enqueuer:
-            for _ in range(count):
-                next(iter(enqueuer))
-            state = json.loads(json.dumps(enqueuer.state_dict()))
-        later = GeneratorEnqueuer(mix(turned, {"b": 0.1, "a": 0.9}, at_end=at_end), random_seed=7)
-        later.load_state_dict(state)
-        with later:
-            assert list(later) == whole[count:]
+        source = mix(parts, weights, at_end=at_end)
+        _, state = taken(GeneratorEnqueuer(source, random_seed=7), count)
+        other = mix(turned, {"b": 0.1, "a": 0.9}, at_end=at_end)
+        assert rest_of(GeneratorEnqueuer(other, random_seed=7), state) == whole[count:]
 
 
-class Loader(Rows):
+class Loader(Resumable):
     """Rows whose iteration is a start, as that of a loader with workers; it notes where."""
 
-    def __init__(self, name, count, shard, began):
-        super().__init__(name, count, shard)
-        self.began = began
+    def __init__(self, name, began):
+        super().__init__([(name, number) for number in range(5)])
+        self.name, self.began = name, began
 
     def __iter__(self):
         self.began.append((self.name, self.at))
@@ -226,16 +181,11 @@ class Loader(Rows):
 
 def test_a_source_with_a_state_is_iterated_only_after_that_was_loaded():
     began = []
-    loaders = {name: lambda shard, name=name: Loader(name, 5, shard, began) for name in "ab"}
-    with GeneratorEnqueuer(mix(loaders), random_seed=7) as enqueuer:
-        for _ in range(3):
-            next(iter(enqueuer))
-        state = enqueuer.state_dict()
+    loaders = {name: lambda name=name: Loader(name, began) for name in "ab"}
+    _, state = taken(GeneratorEnqueuer(mix(loaders), random_seed=7), 3)
     began.clear()
-    later = GeneratorEnqueuer(mix(loaders), random_seed=7)
-    later.load_state_dict(state)
-    with later:
-        assert list(later) == [("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3), ("a", 4), ("b", 4)]
+    rest = rest_of(GeneratorEnqueuer(mix(loaders), random_seed=7), state)
+    assert rest == [("b", 1), ("a", 2), ("b", 2), ("a", 3), ("b", 3), ("a", 4), ("b", 4)]
     assert began == [("a", 2), ("b", 1)]
 
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import needs_installed, start_method_of, wait_until, with_backend
 from threadpoolctl import ThreadpoolController
 
-from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes, imap, prefetch
+from enqueuer import Auto, GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.backends.job import default_method
 from enqueuer.monitoring import usage
 
@@ -72,12 +72,6 @@ def test_the_option_threads_is_the_limit(process):
         assert list(enqueuer) == [expected(3, start_method_of(process))] * 2
 
 
-def test_prefetch_and_imap_take_the_number(monkeypatch):
-    options = dict(backend=Processes(threads=3))
-    assert list(prefetch(of_each_shard, **options)) == [expected(3, "")]
-    assert list(imap(threads_here, range(1), **options)) == [expected(3, "")]
-
-
 def test_the_environment_comes_before_the_share(process, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.setenv("MKL_NUM_THREADS", "5,2")
@@ -107,18 +101,6 @@ def test_workers_that_may_become_more_share_as_if_they_were():
     options = dict(workers=Auto(most=1000), backend="process")
     with OrderedEnqueuer(range(1), threads_here, **options) as enqueuer:
         assert list(enqueuer) == [expected(1, "")]
-
-
-@pytest.mark.parametrize("name", ["thread", "ray"])
-def test_other_backends_refuse_a_number(name):
-    with pytest.raises(TypeError, match=r"'threads_per_worker'; give backend=Processes\(threads="):
-        GeneratorEnqueuer(of_each_shard, backend=name, threads_per_worker=1)
-
-
-@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (1.5, TypeError), ("1", TypeError)])
-def test_a_bad_number_is_refused(value, error):
-    with pytest.raises(error, match="threads must be"):
-        Processes(threads=value)
 
 
 def of_frameworks(shard):

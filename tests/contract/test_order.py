@@ -46,11 +46,6 @@ def test_ended_shards_drop_out(backend):
     assert batches == [(1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2), (2, 3), (2, 4), (2, 5)]
 
 
-def test_shards_default_to_workers(backend):
-    with GeneratorEnqueuer(lambda shard: iter([shard.count]), workers=3, **backend) as enqueuer:
-        assert list(enqueuer) == [3, 3, 3]
-
-
 def test_more_workers_than_shards_do_no_harm(backend):
     with GeneratorEnqueuer(twelve, workers=5, shards=2, **backend) as enqueuer:
         assert list(enqueuer) == list(range(12))

@@ -1,7 +1,6 @@
 """Progress: a bar on a terminal, nothing on a pipe, and the same batches."""
 
 import contextlib
-import copy
 import io
 import itertools
 import json
@@ -58,12 +57,6 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
-
-
-def test_a_copy_shows_them_too():
-    with copy.copy(GeneratorEnqueuer(twelve, progress=Bar)) as enqueuer:
-        assert list(enqueuer) == list(range(12))
-    assert [bar.done for bar in Bar.made] == [12]
 
 
 @pytest.mark.parametrize("backend", ["thread", "process"])
@@ -182,11 +175,6 @@ def test_tqdm_itself_will_do():
     with contextlib.redirect_stderr(Terminal()) as terminal:
         assert list(prefetch(twelve, progress=tqdm)) == list(range(12))
     assert "12batch" in terminal.getvalue()
-
-
-def test_what_is_no_class_is_refused():
-    with pytest.raises(TypeError, match="progress must be"):
-        GeneratorEnqueuer(twelve, progress="yes")
 
 
 def test_a_bar_of_a_command_shows_text():

@@ -37,19 +37,9 @@ def test_without_shards_there_are_as_many_as_workers_on_all_ranks():
         assert list(enqueuer) == [1, 4, 7, 10]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"rank": 2, "world_size": 2}, "rank must be < world_size, got rank=2 with world_size=2"),
-        ({"rank": -1}, "rank must be >= 0"),
-        ({"world_size": 0}, "world_size must be >= 1"),
-        ({"shards": 2, "world_size": 3}, "shards=2 cannot be divided"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        GeneratorEnqueuer(twelve, **options)
+def test_fewer_shards_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="shards=2 cannot be divided"):
+        GeneratorEnqueuer(twelve, shards=2, world_size=3)
 
 
 def shuffled(shard):
@@ -57,6 +47,7 @@ def shuffled(shard):
     yield from map(int, shard.split(order))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make",
     [

@@ -1,18 +1,14 @@
 """reconfigure(workers=...): nothing lost, nothing twice, nothing in another order."""
 
-import asyncio
 import contextlib
-import itertools
 import random
 import signal
-import sys
 import threading
 
 import pytest
 from helpers import LIMIT, bytes_of, random_batches
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
-from enqueuer.common import interrupts
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -82,50 +78,6 @@ def test_a_live_iterator_stays_where_it_is():
         assert [first, *enqueuer] == list(range(9))
 
 
-@pytest.mark.thorough
-@pytest.mark.local
-@pytest.mark.parametrize("is_async", [False, True], ids=["for", "async-for"])
-@pytest.mark.parametrize("change", ["reconfigure", "stop"])
-def test_another_thread_may_change_or_stop_while_tasks_are_handed_out(change, is_async):
-    """However the threads are switched, the loop sees no `Closed` of the workers that end."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(10):
-            _change_meanwhile(change, is_async)
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def _change_meanwhile(change, is_async):
-    begun = threading.Event()
-
-    def task(x):
-        if x == 20:
-            begun.set()
-        return x
-
-    def other():
-        assert begun.wait(LIMIT)
-        if change == "stop":
-            enqueuer.stop()
-        else:
-            for workers in (2, 1, 3):
-                enqueuer.reconfigure(workers=workers)
-
-    async def read():
-        return [x async for x in enqueuer]
-
-    with OrderedEnqueuer(range(1000), task, max_queue_size=4) as enqueuer:
-        batches = iter(enqueuer)
-        thread = threading.Thread(target=other)
-        thread.start()
-        seen = asyncio.run(read()) if is_async else list(batches)
-        thread.join(LIMIT)
-        assert seen == list(range(1000))[: len(seen)]
-        assert change == "stop" or len(seen) == 1000
-
-
 def test_a_change_by_code_that_runs_in_the_wait_is_refused(backend, whole, monkeypatch):
     """It would wait for itself; the loop goes on afterwards."""
     with make(workers=2, **backend) as enqueuer:
@@ -136,31 +88,6 @@ def test_a_change_by_code_that_runs_in_the_wait_is_refused(backend, whole, monke
             next(iter(enqueuer))
         monkeypatch.undo()
         assert [bytes_of(batch) for batch in enqueuer] == whole[0]
-
-
-@pytest.mark.thorough("processes")
-@pytest.mark.local
-@pytest.mark.parametrize("wait", range(4))
-def test_a_signal_handler_may_reconfigure_within_a_reconfigure(backend, whole, monkeypatch, wait):
-    waits, interruptible = itertools.count(), interrupts.interruptible
-
-    def interrupted(*args, **kwargs):
-        # Handlers are held back otherwise.
-        if next(waits) == wait:
-            signal.raise_signal(signal.SIGUSR1)
-        return interruptible(*args, **kwargs)
-
-    with make(workers=1, **backend) as enqueuer:
-        batches = iter(enqueuer)
-        seen = [bytes_of(batch) for batch in itertools.islice(batches, 3)]
-        before = signal.signal(signal.SIGUSR1, lambda *_: enqueuer.reconfigure(workers=3))
-        monkeypatch.setattr(interrupts, "interruptible", interrupted)
-        try:
-            enqueuer.reconfigure(workers=2)
-        finally:
-            monkeypatch.undo()
-            signal.signal(signal.SIGUSR1, before)
-        assert seen + [bytes_of(batch) for batch in batches] == whole[0]
 
 
 @pytest.mark.local

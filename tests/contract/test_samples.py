@@ -1,13 +1,13 @@
 """Samples: the workers batch and shuffle them, by shards, and a position is resumed exactly."""
 
 import contextlib
-import copy
 import itertools
 import json
 import threading
 
 import numpy as np
 import pytest
+from helpers import Resumable, rest_of, taken
 
 from enqueuer import (
     DuplicateDataWarning,
@@ -17,7 +17,6 @@ from enqueuer import (
     StateMismatch,
     prefetch,
 )
-from enqueuer.enqueuers.enqueuer import of_rank
 from enqueuer.transport import blocks
 
 THREADS = {"backend": "thread"}
@@ -42,26 +41,8 @@ def large_samples(shard):
         yield {"image": np.full((60, 100), number, "f4"), "parts": (np.full(6000, number), number)}
 
 
-class Counting:
-    """Samples with a state of their own, which count how many were made."""
-
-    def __init__(self, shard):
-        self.rows, self.at = list(shard.split(range(40))), 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == len(self.rows):
-            raise StopIteration
-        self.at += 1
-        return self.rows[self.at - 1]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
+def resumable(shard):
+    return Resumable(shard.split(range(40)))
 
 
 def plain(batch):
@@ -221,32 +202,23 @@ def test_the_rest_is_what_it_would_have_been(backend, count):
 
 def test_samples_with_a_state_are_not_made_again(backend):
     options = {"shards": 2, "batch_size": 3}
-    with GeneratorEnqueuer(Counting, random_seed=7, **options, **backend) as enqueuer:
+    with GeneratorEnqueuer(resumable, random_seed=7, **options, **backend) as enqueuer:
         whole = lists(enqueuer)
-    with GeneratorEnqueuer(Counting, random_seed=7, **options, **backend) as enqueuer:
-        had = [next(enqueuer.get()).tolist() for _ in range(5)]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
+    had, state = taken(GeneratorEnqueuer(resumable, random_seed=7, **options, **backend), 5)
     assert dict(state["states"]) == {
         0: {"samples": {"at": 9}, "is_last": False},
         1: {"samples": {"at": 6}, "is_last": False},
     }
-    later = GeneratorEnqueuer(Counting, workers=2, **options, **backend)
-    later.load_state_dict(state)
-    with later:
-        assert had + lists(later) == whole
+    later = GeneratorEnqueuer(resumable, workers=2, **options, **backend)
+    assert lists(had + rest_of(later, state)) == whole
 
 
 def test_samples_in_a_buffer_are_not_lost_although_they_have_a_state():
     options = {"shards": 2, "shuffle_buffer": 5, "random_seed": 7}
-    whole = list(prefetch(Counting, **options))
-    with GeneratorEnqueuer(Counting, **options) as enqueuer:
-        had = [next(enqueuer.get()) for _ in range(11)]
-        state = enqueuer.state_dict()
+    whole = list(prefetch(resumable, **options))
+    had, state = taken(GeneratorEnqueuer(resumable, **options), 11)
     assert "states" not in state
-    later = GeneratorEnqueuer(Counting, **options)
-    later.load_state_dict(state)
-    with later:
-        assert had + list(later) == whole
+    assert had + rest_of(GeneratorEnqueuer(resumable, **options), state) == whole
 
 
 @pytest.mark.parametrize(
@@ -304,20 +276,13 @@ def test_an_error_while_closing_is_logged(caplog):
     assert "closing the generator of shard 0 failed" in caplog.text
 
 
-def test_ranks_and_copies_keep_the_options():
-    enqueuer = GeneratorEnqueuer(numbers, shards=2, batch_size=5, drop_last=True, random_seed=7)
-    with copy.copy(enqueuer) as again:
-        assert [len(batch) for batch in again] == [5] * 4
-    with of_rank(enqueuer, 1, 2) as half:
-        assert [len(batch) for batch in half] == [5] * 2
-    options = {"shards": 2, "batch_size": 5, "random_seed": 7}
-    with GeneratorEnqueuer(numbers, rank=1, world_size=2, **options) as second:
-        assert lists(second) == [[1, 3, 5, 7, 9], [11, 13, 15, 17, 19], [21]]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
+        ({"shards": 0}, ValueError, "shards must be >= 1, got 0"),
+        ({"shards": 1.5}, TypeError, "shards must be an int"),
+        ({"random_seed": -1}, ValueError, "random_seed must be >= 0"),
+        ({"random_seed": "a"}, TypeError, "random_seed must be an int"),
         ({"batch_size": 0}, ValueError, "batch_size must be >= 1, got 0"),
         ({"batch_size": "4"}, TypeError, "batch_size must be an int, got '4'"),
         ({"collate": tuple}, ValueError, "give batch_size with it"),
@@ -330,14 +295,6 @@ def test_options_that_cannot_work_are_refused(options, error, says):
     for make in (GeneratorEnqueuer, prefetch):
         with pytest.raises(error, match=says):
             make(numbers, **options)
-
-
-def test_samples_of_different_shapes_say_what_to_do():
-    def odd():
-        yield from (np.zeros(2), np.zeros(3))
-
-    with pytest.raises(ValueError, match="differ in shape"):
-        list(prefetch(odd, batch_size=2))
 
 
 @pytest.mark.local
@@ -378,18 +335,16 @@ class BeginsAnew:
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3])
-def test_nothing_follows_an_incomplete_last_batch_after_it_was_resumed(backend, taken):
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nothing_follows_an_incomplete_last_batch_after_it_was_resumed(backend, count):
     whole = [[0, 1], [2, 3], [4]]
-    with GeneratorEnqueuer(BeginsAnew, batch_size=2, **backend) as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches).tolist() for _ in range(taken)] == whole[:taken]
-        state = json.loads(json.dumps(enqueuer.state_dict()))
+    had, state = taken(GeneratorEnqueuer(BeginsAnew, batch_size=2, **backend), count)
+    assert lists(had) == whole[:count]
     resumed = GeneratorEnqueuer(BeginsAnew, batch_size=2, **backend)
     resumed.load_state_dict(state)
     with resumed:
-        assert [batch.tolist() for batch in resumed] == whole[taken:]
-        assert [batch.tolist() for batch in resumed] == whole
+        assert lists(resumed) == whole[count:]
+        assert lists(resumed) == whole
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])
@@ -446,18 +401,18 @@ def list_of(samples):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"collate": list_of}, {"shuffle_buffer": 6}],
-    ids=["stack", "collate", "shuffle"],
+    [
+        {"batch_size": 6},
+        {"batch_size": 6, "collate": list_of},
+        {"batch_size": 6, "shuffle_buffer": 6},
+        {"shuffle_buffer": 50},
+    ],
+    ids=["stack", "collate", "shuffle", "shuffle alone"],
 )
-def test_a_buffer_that_samples_of_a_batch_share_is_told_of(backend, count, options):
-    source = reused(count)
-    with pytest.warns(OverwrittenDataWarning, match=r"a sample .* was changed .* yield or return"):
-        list(GeneratorEnqueuer(source, batch_size=6, **options, **backend))
-
-
-def test_a_buffer_that_samples_of_a_shuffle_buffer_share_is_told_of(backend):
-    with pytest.warns(OverwrittenDataWarning, match="a sample of the generator was changed"):
-        list(GeneratorEnqueuer(reused(3), shuffle_buffer=50, **backend))
+def test_a_buffer_that_waiting_samples_share_is_told_of(backend, count, options):
+    says = r"a sample of the generator was changed .* yield or return"
+    with pytest.warns(OverwrittenDataWarning, match=says):
+        list(GeneratorEnqueuer(reused(count), **options, **backend))
 
 
 def test_samples_that_do_not_change_while_they_wait_are_not_told_of(backend, no_warnings):

@@ -32,13 +32,6 @@ def test_the_streams_are_those_of_the_seed_sequence(backend):
             assert [b[3] for b in batches if b[:2] == (epoch, index)] == expected
 
 
-def test_every_shard_and_epoch_has_a_stream_of_its_own(backend):
-    with GeneratorEnqueuer(draws, workers=3, random_seed=7, **backend) as enqueuer:
-        batches = [batch for _ in range(2) for batch in enqueuer]
-    assert len({b[3] for b in batches}) == len(batches) == 18
-    assert len({b[2] for b in batches}) == 6
-
-
 def test_without_a_seed_one_is_drawn_and_shown(backend):
     with GeneratorEnqueuer(draws, workers=2, **backend) as first:
         batches = list(first)
@@ -76,20 +69,6 @@ def test_the_parents_generators_are_never_touched(backend):
     with GeneratorEnqueuer(twelve, workers=2, random_seed=7, **backend) as enqueuer:
         list(enqueuer)
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
-
-
-def test_starting_again_repeats_the_data(backend):
-    enqueuer = GeneratorEnqueuer(draws, workers=2, **backend)
-    with enqueuer:
-        first = list(enqueuer)
-    with enqueuer:
-        assert list(enqueuer) == first
-
-
-@pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (1.5, TypeError), ("a", TypeError)])
-def test_a_bad_seed_is_refused(seed, error):
-    with pytest.raises(error, match="random_seed must be"):
-        GeneratorEnqueuer(draws, random_seed=seed)
 
 
 def hashes(shard):

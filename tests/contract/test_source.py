@@ -17,7 +17,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import LIMIT, twelve
+from helpers import LIMIT
 
 from enqueuer import (
     DuplicateDataWarning,
@@ -30,21 +30,6 @@ from enqueuer import (
 )
 
 LOCK = threading.Lock()
-
-
-@pytest.mark.thorough("processes")
-def test_a_function_may_take_the_shard(backend):
-    with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
-        assert list(enqueuer) == list(range(12))
-
-
-@pytest.mark.thorough("processes")
-def test_a_function_may_take_nothing(backend):
-    def letters():
-        yield from "abc"
-
-    with GeneratorEnqueuer(letters, **backend) as enqueuer:
-        assert list(enqueuer) == ["a", "b", "c"]
 
 
 @pytest.mark.thorough("processes")
@@ -130,6 +115,7 @@ def test_an_iterable_is_run_anew_each_epoch():
         assert list(enqueuer) == ["a", "b"]
 
 
+@pytest.mark.thorough("processes")
 def test_none_is_skipped(backend):
     def source():
         yield from [None, 1, None, None, 0, None, False, None]
@@ -138,6 +124,7 @@ def test_none_is_skipped(backend):
         assert list(enqueuer) == [1, 0, False]
 
 
+@pytest.mark.thorough("processes")
 def test_exceptions_and_the_like_are_data(backend):
     def source():
         yield ValueError("data")
@@ -209,20 +196,6 @@ def test_the_culprit_of_a_source_that_cannot_be_pickled_is_named(method):
         assert list(enqueuer) == [1]
 
 
-def test_the_culprit_inside_an_object_is_named():
-    class Source:
-        def __init__(self):
-            self.options = {"lock": threading.Lock()}
-
-        def __call__(self):
-            yield 1
-
-    with pytest.raises(
-        SourceNotPicklable, match=r"the object.options\['lock'\] \(a _thread.lock\)"
-    ):
-        GeneratorEnqueuer(Source(), backend=Processes(start_method="spawn")).start()
-
-
 def nested_scope(lock):
     def batches():
         yield (lambda: [lock for _ in "ab"])()
@@ -272,7 +245,7 @@ def method_of_a_class(lock):
 def attribute_of_a_bound_object(lock):
     class Source:
         def __init__(self):
-            self.lock = lock
+            self.options = {"lock": lock}
 
         def batches(self):
             yield 1
@@ -291,7 +264,7 @@ def attribute_of_a_bound_object(lock):
         (named_argument_of_a_partial, "its argument 'lock'['a']"),
         (function_of_a_partial, "the function of the partial: the variable 'lock'"),
         (method_of_a_class, "its class .*Source.__call__: the variable 'lock'"),
-        (attribute_of_a_bound_object, "the object.lock"),
+        (attribute_of_a_bound_object, "the object.options['lock']"),
     ],
 )
 def test_the_culprit_is_found_wherever_it_is(make, says):
@@ -328,12 +301,6 @@ def test_the_culprit_of_a_map_is_found_in_its_helper():
 )
 def test_prefetch_takes_any_iterable(collection):
     assert list(prefetch(collection)) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["map", "collate"])
-def test_what_is_no_function_is_refused_at_once(name):
-    with pytest.raises(TypeError, match=f"{name} must be a function of .* or None, got 3"):
-        OrderedEnqueuer(range(4), batch_size=2, **{name: 3})
 
 
 # --- objects that the source shares with its workers ---

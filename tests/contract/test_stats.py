@@ -101,6 +101,7 @@ def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
         assert enqueuer.stats().items == 1
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("options", BACKENDS)
 def test_the_time_of_a_worker_is_divided_without_a_rest(options):
     def source():
@@ -141,6 +142,7 @@ def test_the_time_of_the_loop_is_waiting_and_working(options):
     assert stats.seconds >= stats.first_batch_s + stats.waiting_s + stats.working_s - 0.05
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("options", BACKENDS)
 def test_waits_are_sorted_by_their_length(options):
     def source():
@@ -175,6 +177,7 @@ def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
         thread.join(LIMIT)
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("options", BACKENDS)
 def test_of_workers_cpu_is_known_and_of_processes_memory(options):
     def source():

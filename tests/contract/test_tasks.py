@@ -710,6 +710,7 @@ def test_equal_steps_can_be_asked_for(elements):
 # --- reconfigure, and what is refused ---
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("seed", range(3))
 def test_reconfigure_loses_and_repeats_nothing(backend, whole, seed):
     rng, seen = random.Random(seed), []
@@ -734,6 +735,7 @@ def read_in_an_event_loop(enqueuer):
     return asyncio.run(loop())
 
 
+@pytest.mark.thorough("processes")
 @pytest.mark.parametrize("reader", [read, read_in_an_event_loop])
 @pytest.mark.parametrize("change", ["stop", "reconfigure"])
 def test_workers_that_go_while_an_element_is_read_end_no_loop_by_an_error(change, reader):

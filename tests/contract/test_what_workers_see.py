@@ -19,7 +19,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
-from helpers import METHODS, needs
+from helpers import METHODS, kill_once, needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, StartError
 
@@ -334,17 +334,15 @@ def test_the_initializer_is_called_in_each_worker(method):
     assert OPENED is None and first(opened, method, initializer=open_it, initargs=["a"]) == "a"
 
 
-def die_once(path, number):
-    if number == 1 and not os.path.exists(path):
-        with open(path, "w"):
-            os._exit(3)
+def die_once(mark, number):
+    if number == 1:
+        kill_once(mark)
     return OPENED
 
 
 def test_a_worker_that_replaces_a_dead_one_is_initialized(method, tmp_path):
     backend = Processes(method, initializer=open_it, initargs=["file"])
-    path = str(tmp_path / "died")
-    dies = functools.partial(die_once, path)
+    dies = functools.partial(die_once, tmp_path / "died")
     with OrderedEnqueuer(range(4), dies, backend=backend, max_restarts=1) as enqueuer:
         assert list(enqueuer) == ["file"] * 4
 
@@ -366,15 +364,6 @@ def test_an_error_of_the_initializer_is_a_start_error(method, on_error):
     assert isinstance(e.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"initializer": 3}, "initializer must be a function"), ({"initargs": 3}, "initargs must be")],
-)
-def test_what_is_no_initializer_is_refused(options, says):
-    with pytest.raises(TypeError, match=says):
-        Processes(**options)
-
-
 # --- starts while a module is imported ----------------------------------------------------------
 
 STARTS = """
@@ -392,16 +381,6 @@ def test_a_module_that_starts_workers_when_a_worker_imports_it_is_named(tmp_path
     with pytest.raises(StartError, match=r"module starts_workers .* into a function"):
         import starts_workers  # noqa: F401
     sys.modules.pop("starts_workers", None)
-
-
-def nested():
-    with OrderedEnqueuer(range(2), abs, backend="process") as enqueuer:
-        yield list(enqueuer)
-
-
-@pytest.mark.parametrize("method", UNFORKED)
-def test_a_worker_may_use_workers_of_its_own(method):
-    assert first(nested, method) == [0, 1]
 
 
 class Proxy:
@@ -451,13 +430,3 @@ def test_functions_that_the_program_has_given_to_numpy_are_there(method):
             assert first(with_functions, method) == ("[ours]", float("inf"), False)
     finally:
         np.seterrcall(before)
-
-
-def test_a_value_that_the_initializer_sets_may_differ(method, caplog, monkeypatch, tmp_path):
-    (tmp_path / "config_to_set.py").write_text("RATE = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    config = importlib.import_module("config_to_set")
-    space = {"config": config, "__name__": "nowhere"}
-    exec("def initialize(): config.RATE = 5\ndef batches(): yield config.RATE", space)
-    assert first(space["batches"], method, initializer=space["initialize"]) == 5
-    assert "in the program" not in caplog.text

@@ -29,6 +29,7 @@ def quoted(text):
     return f'"{escaped}"'
 
 
+@pytest.mark.thorough
 @given(st.lists(st.tuples(TEXT, TEXT)), st.sampled_from(["\n", "\r\n"]))
 def test_whatever_is_in_quotes_comes_back(tmp_path_factory, entries, end):
     path = tmp_path_factory.getbasetemp() / "train.txt"

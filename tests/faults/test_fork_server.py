@@ -60,7 +60,7 @@ def test_the_child_that_an_interrupted_start_asked_for_ends(monkeypatch):
     wait_until(lambda: not alive(pid))
 
 
-@pytest.mark.thorough("processes")
+@pytest.mark.thorough
 def test_a_worker_is_replaced_under_alarms_that_come_more_often_than_forks():
     """The server goes on at the tenth alarm; until then, no start is tried again with each."""
 

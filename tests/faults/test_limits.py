@@ -232,6 +232,7 @@ def has_namespaces():
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not has_namespaces(), reason="needs the right to mount")
 @pytest.mark.parametrize("how", ["-o size=1m", "-o size=1m,ro"])
 def test_a_tiny_or_read_only_dev_shm_makes_no_difference(run, how):

@@ -506,6 +506,7 @@ def test_batches_that_cost_nothing_gain_nothing():
         assert "gain nothing" in bottleneck.advice
 
 
+@pytest.mark.thorough
 @given(
     st.lists(
         st.tuples(*[st.floats(0, 100)] * 5, st.none() | st.integers(0, 10**6)),
