@@ -3,7 +3,7 @@
 import os
 
 from enqueuer.backends.thread.sender import ThreadSender
-from enqueuer.workers.messages import End, Failure, Item
+from enqueuer.order.messages import End, Failure, Item
 
 _send, _send_item = ThreadSender.send, ThreadSender.send_item
 

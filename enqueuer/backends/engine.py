@@ -29,7 +29,7 @@ from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats
-from enqueuer.workers.messages import Epoch, Failure
+from enqueuer.order.messages import Epoch, Failure
 
 _log = logging.getLogger("enqueuer")
 

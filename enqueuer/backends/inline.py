@@ -32,9 +32,9 @@ from enqueuer.errors import Closed, StartError
 from enqueuer.monitoring.meters import WAITING, WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.monitoring.usage import Usage
+from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.shards import GlobalStreams, SwappedStates, do_nothing, seed_globals
 from enqueuer.workers.sources import LiveSource

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 from enqueuer.workers.event_loop import ThreadSnapshot
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 
 
 class WorkerState(enum.Enum):

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Start
 
 ANY: Final = None
 """The answer of `turn()` where any shard will do."""
@@ -246,7 +246,7 @@ class ShardSchedule(Generic[W]):
         most: Most items to take at once.
 
     Example:
-        >>> from enqueuer.workers.messages import Item, Start
+        >>> from enqueuer.order.messages import Item, Start
         >>> class Worker:
         ...     def __init__(self, state, *messages):
         ...         self.shards, self.state, self.inbox = (len(messages),), state, self

@@ -23,7 +23,7 @@ from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
 from enqueuer.backends.shard_schedule import ANY, ShardOrder, waiting_in
 from enqueuer.common.sizes import size_of
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
 
 _ALL = 1 << 62
 
@@ -301,7 +301,7 @@ class TaskSchedule(Generic[W]):
 
     Example:
         >>> from enqueuer.backends.pool import WorkerState
-        >>> from enqueuer.workers.messages import Start
+        >>> from enqueuer.order.messages import Start
         >>> class Worker:
         ...     shards, state, results = (), WorkerState.RUNNING, ()
         ...     inbox = property(lambda self: self)

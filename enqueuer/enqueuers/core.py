@@ -37,7 +37,7 @@ from enqueuer.errors import Closed, EnqueuerWarning, InvalidState
 from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import Trace, path_of_part
-from enqueuer.workers.messages import Epoch, ItemTuple
+from enqueuer.order.messages import Epoch, ItemTuple
 
 _log = logging.getLogger("enqueuer")
 

@@ -22,7 +22,7 @@ from enqueuer.enqueuers.workload import Workload
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.progress import Shown, bar_class
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch
+from enqueuer.order.messages import Epoch
 
 
 def begin_at(core: Core, epoch: int | Epoch) -> None:

@@ -32,7 +32,7 @@ from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, InvalidState
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import text_of
-from enqueuer.workers.messages import Epoch, Failure, ItemTuple
+from enqueuer.order.messages import Epoch, Failure, ItemTuple
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:

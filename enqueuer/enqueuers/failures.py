@@ -16,8 +16,8 @@ from typing import Any
 
 from enqueuer.common.text import str_of
 from enqueuer.errors import InvalidState, StateMismatch, WorkerError
+from enqueuer.order.messages import Failure, Reported, Ticket
 from enqueuer.workers import logs
-from enqueuer.workers.messages import Failure, Reported, Ticket
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.shards import Seeded, Shard, Task, borrowed_globals
 from enqueuer.workers.sources import LiveSource, Source, can_go_on, close, iterate

@@ -26,7 +26,7 @@ from typing import Any, cast
 from enqueuer.backends.stall import warn
 from enqueuer.common import checks
 from enqueuer.errors import EnqueuerWarning, StateMismatch
-from enqueuer.workers.messages import Epoch, Start
+from enqueuer.order.messages import Epoch, Start
 from enqueuer.workers.sources import changes
 
 VERSION = 1

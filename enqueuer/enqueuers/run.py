@@ -44,7 +44,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats, clock, top_of
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import Trace
-from enqueuer.workers.messages import Epoch
+from enqueuer.order.messages import Epoch
 
 # Seconds from the request to exit until the last worker is killed. A generator's `finally` should
 # fit into the first two.

@@ -19,7 +19,7 @@ from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 

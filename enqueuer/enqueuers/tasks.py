@@ -23,8 +23,8 @@ from enqueuer.enqueuers.options import Auto, Concurrency, Options
 from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
+from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.collate import stack
-from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.task_loop import MOST_THREADS
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in

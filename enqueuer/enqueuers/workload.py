@@ -21,7 +21,7 @@ from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import fingerprint_of
 

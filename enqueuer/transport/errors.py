@@ -34,8 +34,8 @@ from tblib import pickling_support
 
 from enqueuer.common.text import str_of
 from enqueuer.errors import WorkerError
+from enqueuer.order.messages import Empty, End, Failure
 from enqueuer.transport.culprit import name_of
-from enqueuer.workers.messages import Empty, End, Failure
 
 
 class Place(NamedTuple):

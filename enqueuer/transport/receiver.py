@@ -19,6 +19,7 @@ from typing import Any
 
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple
 from enqueuer.transport import item_codec, small_arrays, task_queue
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.errors import with_decoded_error
@@ -36,7 +37,6 @@ from enqueuer.transport.protocol import (
     Kind,
 )
 from enqueuer.transport.status import EPOCH, SENT, SENT_BEFORE, Status
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, ItemTuple
 
 
 class ReceiverControl:

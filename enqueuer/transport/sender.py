@@ -24,6 +24,7 @@ from typing import Any
 from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
+from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter, Segment
 from enqueuer.transport.errors import with_encoded_error
@@ -43,7 +44,6 @@ from enqueuer.transport.protocol import (
 )
 from enqueuer.transport.small_arrays import Layouts
 from enqueuer.transport.status import Status
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Ticket
 
 # Records that are kept while the socket is full; more are counted and dropped.
 _MOST_RECORDS = 10_000

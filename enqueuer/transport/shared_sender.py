@@ -20,10 +20,11 @@ from typing import Any
 
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.monitoring.meters import Meter
+from enqueuer.order.messages import Empty, End, Failure, Ticket
 from enqueuer.transport import task_queue
 from enqueuer.transport.packets import take
 from enqueuer.transport.sender import ItemSender
-from enqueuer.workers.messages import Empty, End, Failure, Sender, Ticket
+from enqueuer.workers.plan import Sender
 from enqueuer.workers.task_loop import ElementThreads
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
+from enqueuer.order.messages import Ticket
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets, pair
-from enqueuer.workers.messages import Ticket
 
 # Token, number of the task.
 HEAD = struct.Struct("=QQ")

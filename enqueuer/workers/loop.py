@@ -23,19 +23,13 @@ from typing import Any
 
 from enqueuer.common.text import duration
 from enqueuer.errors import Closed, StateMismatch
+from enqueuer.order.messages import End, Epoch, Failure, Reported, Start
 from enqueuer.workers.event_loop import EventLoop, shard_loop
-from enqueuer.workers.messages import (
-    Channel,
-    End,
-    Epoch,
-    Failure,
-    Reported,
-    Sender,
-    Start,
-)
 from enqueuer.workers.plan import (
+    Channel,
     OnError,
     Plan,
+    Sender,
     Watch,
     WatchedItems,
     may_skip,

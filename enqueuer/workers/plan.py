@@ -1,5 +1,7 @@
-"""The work of one worker: its source, its shards, and the handling of exceptions.
+"""The work of one worker: its source, its shards, its channel, and the handling of exceptions.
 
+Channel --next_epoch(), next_ticket()--> Epoch, Ticket
+Sender  --send_item(), send()----------> the inbox of the worker, in the loop
 Epoch   --Plan.of()-->     the start of each shard
 Failure --skip_or_end()--> sent as it is, or sent as skipped, with a replacement to be sent
 Watch   --run()----------> records that the loop's process reads, with `element_timeout`
@@ -11,11 +13,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from enqueuer.errors import BlockMemoryError, Closed, FrameworkUnavailable, StateMismatch
 from enqueuer.monitoring.meters import clock
-from enqueuer.workers.messages import Epoch, Failure, Sender, Start
+from enqueuer.order.messages import Empty, End, Epoch, Failure, Start, Ticket
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import Source, close
 from enqueuer.workers.tasks import TaskSource
@@ -90,6 +92,29 @@ class WatchedItems(Iterator[Any]):
     def close(self) -> None:
         """Close the items."""
         close(self._items)
+
+
+class Sender(Protocol):
+    """The worker's end of a channel to the consumer."""
+
+    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
+        """Send an `Item`, when there is room for it. Raises Closed if the consumer left."""
+
+    def send(self, message: End | Failure | Empty) -> None:
+        """Send `message`. Raises Closed if the consumer left."""
+
+    def check(self) -> None:
+        """Raise Closed if the consumer left."""
+
+
+class Channel(Sender, Protocol):
+    """The worker's end with the orders of the consumer: epochs to run, or tasks to do."""
+
+    def next_epoch(self) -> Epoch | None:
+        """Wait for the next epoch; None means to exit."""
+
+    def next_ticket(self) -> Ticket | None:
+        """Wait for the next task; None means to exit."""
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,18 @@ from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.monitoring.meters import WAITING, Meter, clock
+from enqueuer.order.messages import Empty, End, Failure, Ticket
 from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop, set_others
 from enqueuer.workers.logs import warn_of_reuse
-from enqueuer.workers.messages import Channel, Empty, End, Failure, Sender, Ticket
-from enqueuer.workers.plan import COLLATING, FETCHING, Plan, serve_failure, skip_or_end
+from enqueuer.workers.plan import (
+    COLLATING,
+    FETCHING,
+    Channel,
+    Plan,
+    Sender,
+    serve_failure,
+    skip_or_end,
+)
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.monitoring.trace import Row, TraceTarget, text_of
+from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers import loop
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Sender, Ticket
-from enqueuer.workers.plan import Plan
+from enqueuer.workers.plan import Plan, Sender
 from enqueuer.workers.task_loop import ElementThreads, ThreadJob, serve_concurrently, serve_tasks
 from enqueuer.workers.tasks import TaskSource
 

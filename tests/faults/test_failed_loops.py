@@ -13,8 +13,8 @@ from helpers import METHODS, alive, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, WorkerDied
 from enqueuer.backends.thread.sender import ThreadSender
+from enqueuer.order.messages import Failure
 from enqueuer.transport.sender import ItemSender
-from enqueuer.workers.messages import Failure
 
 BACKENDS = [
     pytest.param("thread", id="thread"),

@@ -20,7 +20,7 @@ RANKS = [
     ["transport", "generators"],
     ["workers"],
     ["exports"],
-    ["monitoring"],
+    ["monitoring", "order"],
     ["common"],
     ["errors"],
 ]

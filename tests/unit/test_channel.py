@@ -15,6 +15,7 @@ from enqueuer import Closed, TransportError
 from enqueuer.common.descriptors import Descriptor
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable
 from enqueuer.monitoring.meters import PHASE, WAITING
+from enqueuer.order.messages import End, Epoch, Failure, Item, Start
 from enqueuer.transport import memory, receiver, sender
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.packets import Packets, pair
@@ -22,7 +23,6 @@ from enqueuer.transport.protocol import PACKET, Credit, Kind
 from enqueuer.transport.receiver import ItemReceiver, ReceiverControl
 from enqueuer.transport.sender import Account, ItemSender, send_ready
 from enqueuer.transport.status import Status, open_status
-from enqueuer.workers.messages import End, Epoch, Failure, Item, Start
 
 LARGE = 50_000
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from enqueuer.monitoring.meters import Meter
+from enqueuer.order.messages import Ticket
 from enqueuer.workers import task_loop
-from enqueuer.workers.messages import Ticket
 from enqueuer.workers.task_loop import ElementThreads
 from tests.helpers import LIMIT, wait_until
 

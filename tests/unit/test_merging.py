@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer.backends.shard_schedule import RoundRobin
-from enqueuer.workers.messages import Item, Start
+from enqueuer.order.messages import Item, Start
 
 
 def fresh(shards):

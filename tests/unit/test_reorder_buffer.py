@@ -3,7 +3,7 @@
 import dataclasses
 
 from enqueuer.backends.task_schedule import ReorderBuffer, TaskOrder
-from enqueuer.workers.messages import Empty, Failure, Item, Start, Ticket
+from enqueuer.order.messages import Empty, Failure, Item, Start, Ticket
 
 
 def buffer_of(count, ordered=True, measure=False):

@@ -11,8 +11,8 @@ from enqueuer.backends.pool import WorkerSnapshot
 from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardSchedule
 from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
 from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
+from enqueuer.order.messages import Start, Ticket
 from enqueuer.workers import loop
-from enqueuer.workers.messages import Start, Ticket
 
 WORKER = loop.__file__
 ANSWER = f"""

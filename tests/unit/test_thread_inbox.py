@@ -13,7 +13,7 @@ from enqueuer.backends.thread import inbox as inbox_module
 from enqueuer.backends.thread.inbox import ThreadInbox, get_until, wait_for_any
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
-from enqueuer.workers.messages import End
+from enqueuer.order.messages import End
 
 
 class ClosingGate(SimpleQueue):

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from enqueuer import Closed
+from enqueuer.order.messages import End, Epoch, Failure, Item, Reported, Start
 from enqueuer.workers.loop import serve, turns
-from enqueuer.workers.messages import End, Epoch, Failure, Item, Reported, Start
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import as_source
 

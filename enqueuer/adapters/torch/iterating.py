@@ -29,7 +29,7 @@ from enqueuer.enqueuers.enqueuer import BaseEnqueuer, begin_at, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.errors import BatchTimeout, InvalidState, WorkerDied, WorkerError
-from enqueuer.workers.messages import Epoch, Start
+from enqueuer.order.messages import Epoch, Start
 
 torch = framework("torch", "torch", "2.1")
 

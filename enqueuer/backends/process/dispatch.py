@@ -16,9 +16,9 @@ from typing import Any
 
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
+from enqueuer.order.messages import Ticket
 from enqueuer.transport import task_queue
 from enqueuer.transport.task_queue import TaskQueue
-from enqueuer.workers.messages import Ticket
 
 # Tokens that are kept, beside as many as are needed, before some are forgotten.
 _MOST_TOKENS = 1000

@@ -56,6 +56,7 @@ from enqueuer.common.descriptors import Closable, Descriptor, close_in_children,
 from enqueuer.errors import ElementTimeout, StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
+from enqueuer.order.messages import Epoch, Failure
 from enqueuer.transport.memory import write_payload
 from enqueuer.transport.packets import Packets, pair, send_descriptors
 from enqueuer.transport.protocol import Credit
@@ -64,7 +65,6 @@ from enqueuer.transport.status import Status, open_status
 from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
-from enqueuer.workers.messages import Epoch, Failure
 from enqueuer.workers.plan import COLLATING, FETCHING
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source

@@ -25,9 +25,9 @@ from enqueuer.backends.ray.channel import Ended, Frame, Outbox, Ready, TotalCred
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, WorkerStats, clock, worker_stats
+from enqueuer.order.messages import Epoch
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
-from enqueuer.workers.messages import Epoch
 from enqueuer.workers.plan import serve_failure
 from enqueuer.workers.remote import WorkerConfig, be_worker
 from enqueuer.workers.settings import Settings, load_source

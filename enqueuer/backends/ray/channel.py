@@ -26,9 +26,10 @@ from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
 from enqueuer.backends.thread.sender import WorkQueue
 from enqueuer.errors import Closed, ItemNotLoadable
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
+from enqueuer.order.messages import Empty, End, Epoch, Failure, Item, Message, Ticket
 from enqueuer.transport.errors import with_decoded_error, with_encoded_error
 from enqueuer.transport.item_codec import Encoder, decode
-from enqueuer.workers.messages import Empty, End, Epoch, Failure, Item, Message, Sender, Ticket
+from enqueuer.workers.plan import Sender
 from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 # Nanoseconds; an item that takes longer to make leaves before the next one is begun.

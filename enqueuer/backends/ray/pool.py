@@ -54,9 +54,9 @@ from enqueuer.common import finalizers, interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
+from enqueuer.order.messages import Epoch, Failure, Ticket
 from enqueuer.transport import task_queue
 from enqueuer.workers import logs
-from enqueuer.workers.messages import Epoch, Failure, Ticket
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
 

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import WAITING, Meter
-from enqueuer.workers.messages import Empty, End, Failure, ItemTuple
+from enqueuer.order.messages import Empty, End, Failure, ItemTuple
 
 T = TypeVar("T")
 

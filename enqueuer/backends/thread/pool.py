@@ -33,8 +33,8 @@ from enqueuer.common.finalizers import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace import TraceTarget
+from enqueuer.order.messages import Ticket
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
-from enqueuer.workers.messages import Ticket
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource

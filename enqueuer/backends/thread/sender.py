@@ -21,16 +21,9 @@ from enqueuer.common.sizes import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 from enqueuer.workers.event_loop import check_awaited
-from enqueuer.workers.messages import (
-    Empty,
-    End,
-    Epoch,
-    Failure,
-    ItemTuple,
-    Sender,
-    Ticket,
-)
+from enqueuer.workers.plan import Sender
 from enqueuer.workers.task_loop import ElementThreads, LockedSender
 
 T = TypeVar("T")

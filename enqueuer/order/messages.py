@@ -1,4 +1,4 @@
-"""The messages between workers and loop, and the protocols of the worker's side.
+"""The messages between workers and loop.
 
     worker --Sender.send_item(), send()--> the inbox of the worker --> the engine, in the loop
            <--Channel.next_epoch(), next_ticket()---
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 
 class Item(NamedTuple):
@@ -148,26 +148,3 @@ class Epoch:
         behind = next((shard for shard, start in starts.items() if start.number), None)
         starts = {shard: start for shard, start in starts.items() if shard in shards}
         return Epoch(self.number, starts, is_awaited=behind in starts)
-
-
-class Sender(Protocol):
-    """The worker's end of a channel to the consumer."""
-
-    def send_item(self, shard: int, number: int, value: object, state: Any = None) -> None:
-        """Send an `Item`, when there is room for it. Raises Closed if the consumer left."""
-
-    def send(self, message: End | Failure | Empty) -> None:
-        """Send `message`. Raises Closed if the consumer left."""
-
-    def check(self) -> None:
-        """Raise Closed if the consumer left."""
-
-
-class Channel(Sender, Protocol):
-    """The worker's end with the orders of the consumer: epochs to run, or tasks to do."""
-
-    def next_epoch(self) -> Epoch | None:
-        """Wait for the next epoch; None means to exit."""
-
-    def next_ticket(self) -> Ticket | None:
-        """Wait for the next task; None means to exit."""

@@ -1,0 +1,1 @@
+"""What comes next, as data: no threads, no locks, no clocks, no signals, no I/O."""
