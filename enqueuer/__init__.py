@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from enqueuer.enqueuers.generator import GeneratorEnqueuer, prefetch
     from enqueuer.enqueuers.options import Auto, Processes, Ray
     from enqueuer.enqueuers.ordered import OrderedEnqueuer, imap
-    from enqueuer.enqueuers.position import merge_states
     from enqueuer.generators.mixing import mix
     from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
+    from enqueuer.order.ranks import merge_states
 
 __version__ = "0.2.0.dev0"
 
@@ -104,7 +104,7 @@ _MODULES = {
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.meters",
     "imap": "enqueuers.ordered",
-    "merge_states": "enqueuers.position",
+    "merge_states": "order.ranks",
     "mix": "generators.mixing",
     "prefetch": "enqueuers.generator",
     "replay": "enqueuers.failures",

@@ -32,9 +32,9 @@ from enqueuer.enqueuers.enqueuer import (
     of_rank,
 )
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
-from enqueuer.enqueuers.position import merge_states
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.stats import Bottleneck, Stats
+from enqueuer.order.ranks import merge_states
 
 torch = framework("torch", "torch", "2.1")
 

@@ -29,7 +29,6 @@ from enqueuer.backends.stall import DeadlineExpired, warn
 from enqueuer.common import finalizers, interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, Locks, OwnedBackends, Run, State, next_workers
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import Workload
@@ -38,6 +37,7 @@ from enqueuer.monitoring.meters import clock
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import Trace, path_of_part
 from enqueuer.order.messages import Epoch, ItemTuple
+from enqueuer.order.position import SavedPosition
 
 _log = logging.getLogger("enqueuer")
 

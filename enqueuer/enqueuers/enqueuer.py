@@ -9,20 +9,21 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
+from enqueuer.backends.stall import warn
 from enqueuer.common import checks
 from enqueuer.common.text import pluralize
-from enqueuer.enqueuers import position
 from enqueuer.enqueuers.core import Batches, Core, StatsCallback, log_line
 from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue
 from enqueuer.enqueuers.options import Auto
-from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import STOP_S, State, next_workers
 from enqueuer.enqueuers.workload import Workload
-from enqueuer.errors import InvalidState
+from enqueuer.errors import EnqueuerWarning, InvalidState
 from enqueuer.monitoring.progress import Shown, bar_class
 from enqueuer.monitoring.stats import Stats
+from enqueuer.order import position, ranks
 from enqueuer.order.messages import Epoch
+from enqueuer.order.position import SavedPosition
 
 
 def begin_at(core: Core, epoch: int | Epoch) -> None:
@@ -325,8 +326,10 @@ class BaseEnqueuer(Generic[Batch]):
                     del fixed[name]
             position.check_format(state_dict, fixed["kind"])
             in_step = workload.options.ordered and workload.options.on_error == "raise"
-            state = position.of_rank(state_dict, fixed["rank"], fixed["world_size"], in_step)
-            saved = position.load(state, fixed, workload.fingerprint, strict)
+            state = ranks.of_rank(state_dict, fixed["rank"], fixed["world_size"], in_step)
+            saved, changed = position.load(state, fixed, workload.fingerprint, strict)
+            if changed:
+                warn(changed, EnqueuerWarning)
             workload.adopt(state, saved.epoch, was_run=core.was_run)
             core.saved = saved
             workload.seed.is_shared = True

@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait, warn
-from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload
@@ -33,6 +32,7 @@ from enqueuer.errors import Closed, DuplicateDataWarning, EmptyEpochWarning, Inv
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import text_of
 from enqueuer.order.messages import Epoch, Failure, ItemTuple
+from enqueuer.order.position import SavedPosition
 
 
 def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:

@@ -38,13 +38,13 @@ from enqueuer.common import interrupts
 from enqueuer.common.finalizers import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
-from enqueuer.enqueuers.position import SavedPosition
 from enqueuer.errors import Closed, InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats, clock, top_of
 from enqueuer.monitoring.stats import Stats
 from enqueuer.monitoring.trace import Trace
 from enqueuer.order.messages import Epoch
+from enqueuer.order.position import SavedPosition
 
 # Seconds from the request to exit until the last worker is killed. A generator's `finally` should
 # fit into the first two.

@@ -11,7 +11,6 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
 from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardOrder, ShardSchedule
 from enqueuer.backends.stall import warn
-from enqueuer.enqueuers import position
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import Run
@@ -19,6 +18,7 @@ from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
+from enqueuer.order import position
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 

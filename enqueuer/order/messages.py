@@ -124,7 +124,7 @@ class Epoch:
             all begin with their first item. Tasks count as shard 0.
         done: Numbers of later tasks that are done already.
         share: What this rank has of the epoch if that is not its usual part, since a state of
-            other ranks was loaded; see `enqueuers/position.py`.
+            other ranks was loaded; see `order/ranks.py`.
         left_out: Number of tasks before this position that gave no batch: the result was None, or
             an error was skipped.
         is_awaited: Whether the loop waits for one of these shards first, of those that do not

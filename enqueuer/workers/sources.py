@@ -328,28 +328,6 @@ def shortened(text: str) -> str:
     return f"{text[: _MOST_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
 
 
-def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two fingerprints in words; what only one of them has is none.
-
-    Example:
-        >>> changes({"rows": 120, "shuffle": True, "order": 1}, {"rows": 119, "shuffle": False})
-        ['it had 120 rows, and here are 119', 'shuffle is True in the state and False here']
-    """
-    found = []
-    for name, now in here.items():
-        before = saved.get(name, now)
-        if name == "parts":
-            for part in [part for part in now if part in before]:
-                found += [f"in {part!r}, {text}" for text in changes(before[part], now[part])]
-        elif before == now:
-            continue
-        elif name == "rows":
-            found.append(f"it had {before} rows, and here are {now}")
-        else:
-            found.append(f"{name} is {before!r} in the state and {now!r} here")
-    return found
-
-
 def _takes_shard(function: Callable[..., Any]) -> bool:
     """Return whether `function` takes the shard; raise TypeError if it takes anything else."""
     takes_shard = takes_next(function, 0, "shard")

@@ -418,7 +418,7 @@ class Reading(NamedTuple):
 
 
 # A place from which on the elements of an epoch were divided among ranks, and later ones that were
-# done before that; see `enqueuers/position.py`.
+# done before that; see `order/ranks.py`.
 Share = Sequence[int]
 
 

@@ -137,6 +137,16 @@ def test_imports_between_folders_point_down():
     assert climbs == set()
 
 
+def test_what_comes_next_is_data():
+    """`order/` has no threads, no locks, no clocks, no signals and no I/O."""
+    pure = {"bisect", "collections", "dataclasses", "itertools", "math", "typing"}
+    in_order = {here for here, _ in modules() if folder_of(here) == "order"}
+    inner = {there for here, there in edges() if here in in_order}
+    assert inner - in_order == {"common.checks", "errors"}
+    names = {n for here, nodes in modules() if here in in_order for n in imported(nodes)}
+    assert {name.split(".")[0] for name in names} <= {*pure, "enqueuer", "__future__"}
+
+
 def test_no_modules_import_each_other_in_a_circle():
     graph = {}
     for here, there in edges():
