@@ -201,7 +201,7 @@ def path_of_a_task() -> Drawing:
     )
     drawing.across(epoch, queue, "Ticket", "submit()")
     drawing.across(queue, worker, "next_", "ticket()")
-    order = drawing.box(540, 230, 210, "backends/task_schedule", "The results in order")
+    order = drawing.box(540, 230, 210, "order/sequence", "The results in order")
     reader = drawing.box(270, 230, 190, "enqueuers/epoch_reader", "ready: a deque of items")
     user = drawing.box(10, 230, 140, "Your loop", "next()")
     drawing.border(195, "Process boundary")

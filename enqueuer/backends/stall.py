@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from enqueuer.backends.pool import Stack, WorkerSnapshot
-from enqueuer.backends.task_schedule import Order
 from enqueuer.common.text import pluralize
 from enqueuer.errors import BatchTimeout, StallWarning, StopWarning
+from enqueuer.order.sequence import Order
 from enqueuer.workers.event_loop import ThreadSnapshot
 
 # Eleven days, which every way of waiting accepts.

@@ -1,6 +1,6 @@
 """Which tasks are assigned, which result is next, and which tasks run again after a death.
 
-    tickets -> unsent -> Dispatch -> workers -> inboxes -> ReorderBuffer -> TaskOrder: in order
+    tickets -> unsent -> Dispatch -> workers -> inboxes -> Results -> TaskOrder: in order
 
 When a worker has died, the tasks that it had are found by what is left: those that have no
 result, are not to be sent yet, and of which the dispatch does not know that they are safe. Its
@@ -16,264 +16,17 @@ import dataclasses
 import operator
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Generic
 
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
-from enqueuer.backends.shard_schedule import ANY, ShardOrder, waiting_in
+from enqueuer.backends.shard_schedule import waiting_in
 from enqueuer.common.sizes import size_of
-from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Start, Ticket
+from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
+from enqueuer.order.sequence import Order, Results, TaskOrder
 
 _ALL = 1 << 62
-
-
-class TaskOrder:
-    """Tasks by their numbers, or as they come; each once.
-
-    Numbers run on over epochs, so that a result that comes late is never taken for another's.
-
-    Args:
-        first: The number of the epoch's first task.
-        start: Where in the epoch to begin, and the reader's state before that.
-        done: Later tasks of the epoch that were done already.
-        ordered: Whether they come by their numbers.
-
-    Attributes:
-        end: The number after that of the last task; None until that is known. Tasks of this number
-            and above are those of the next epoch.
-        ordered: Whether they come by their numbers.
-
-    Example:
-        >>> order = TaskOrder(first=100, start=Start(2), done=(), ordered=True)
-        >>> order.was_taken(101), order.was_taken(102)
-        (True, False)
-        >>> order.take(102); order.end_at(103); order.done
-        True
-    """
-
-    def __init__(self, first: int, start: Start, done: Iterable[int], ordered: bool) -> None:
-        self.first = first
-        self.ordered = ordered
-        # All tasks before it were taken.
-        self.next = first + start.number
-        # Number of tasks that were taken, and not only passed over.
-        self.items = 0
-        # Later tasks that were taken.
-        self.taken = {first + number for number in done}
-        self._advance()
-        self.end: int | None = None
-        self.ends: dict[int, Any] = {}
-        # before the task, of a reader that has a state
-        self._states = {} if start.state is None else {self.next: start.state}
-
-    @property
-    def done(self) -> bool:
-        return self.next == self.end
-
-    @property
-    def yielded(self) -> int:
-        return 0 if self.end is None else self.end - self.first
-
-    def end_at(self, number: int, state: Any = None) -> None:
-        """Note that there is no task of this number or a higher one, and the reader's state."""
-        if state is not None:
-            self.ends[0] = state
-        self.end = number
-
-    def read(self, number: int, state: Any) -> None:
-        """Note the reader's state after it has read the task of this number.
-
-        Called when all that was taken was given away, too: earlier states can be forgotten.
-        """
-        if self._states:
-            for old in [old for old in self._states if old < self.next]:
-                del self._states[old]
-        if state is not None:
-            self._states[number + 1] = state
-
-    def take(self, number: int, has_item: bool = True) -> None:
-        """Note that a task was taken, or only passed over, as it has no item."""
-        self.taken.add(number)
-        self.items += has_item
-        self._advance()
-
-    def was_taken(self, number: int) -> bool:
-        """Return whether the task was done, now or before the start."""
-        return number < self.next or number in self.taken
-
-    def turn(self) -> None:
-        return ANY
-
-    def only(self) -> int | None:
-        """Return the number of the only task that may be taken now; None: any may."""
-        return self.next if self.ordered else None
-
-    def rest(self, ready: Iterable[ItemTuple] = ()) -> dict[int, Start]:
-        number = min([self.next, *(number for _, number, _, _ in ready)])
-        return {0: Start(number - self.first, self._states.get(number))}
-
-    def beyond(self, ready: Iterable[ItemTuple] = ()) -> tuple[int, ...]:
-        again = {number for _, number, _, _ in ready}
-        earliest = min([self.next, *again])
-        numbers = {*range(earliest, self.next), *self.taken} - again
-        return tuple(sorted(number - self.first for number in numbers if number > earliest))
-
-    def is_before(self, shard: int, number: int, position: Epoch) -> bool:
-        at, starts = number - self.first, position.starts
-        return starts is None or at < starts[0].number or at in position.done
-
-    def _advance(self) -> None:
-        while self.next in self.taken:
-            self.taken.remove(self.next)
-            self.next += 1
-
-
-Order: TypeAlias = ShardOrder | TaskOrder
-"""What is next, and the end, for the consumer to ask before each item."""
-
-
-class ReorderBuffer:
-    """Results that have come, until it is their turn.
-
-    Called by one thread at a time, but for `waiting_before`.
-
-    Attributes:
-        measures: Whether results are measured.
-        tickets: Those whose results were not taken, by their numbers.
-        largest_bytes: Of all results, if they are measured.
-    """
-
-    def __init__(self, measure: bool) -> None:
-        self.measures = measure
-        self.largest_bytes = 0
-        self.tickets: dict[int, Ticket] = {}
-        # In the order of their arrival.
-        self._results: dict[int, ItemTuple | Empty | Failure] = {}
-        # Held while these two change, and by another thread that counts them. It is reentrant, as
-        # the garbage collector may run code of the user there, which asks as well.
-        self._lock = threading.RLock()
-        self._skipped: dict[int, deque[Failure]] = {}
-
-    def waiting_before(self, end: int | None, arriving: int) -> int:
-        """Return how many results of tasks below a number wait.
-
-        Args:
-            end: The number; None: there is none.
-            arriving: Number of results that are not here yet. Which tasks they belong to is not
-                known, so they count for as many of these tasks as have no result.
-        """
-        end = _ALL if end is None else end
-        with self._lock:
-            results, tickets = list(self._results.items()), list(self.tickets)
-        before = {number for number, _ in results if number < end}
-        missing = sum(number < end and number not in before for number in tickets)
-        there = sum(number < end and isinstance(result, tuple) for number, result in results)
-        return there + min(arriving, missing)
-
-    @property
-    def outstanding(self) -> int:
-        """Number of tasks that were submitted and whose results were not taken."""
-        return len(self.tickets)
-
-    def undone(self) -> list[int]:
-        """Return the numbers of the tasks that have no result yet."""
-        return [number for number in self.tickets if number not in self._results]
-
-    def pass_over(self, failure: Failure) -> None:
-        """Forget a skipped error that `peek` has returned. Idempotent."""
-        errors = self._skipped.get(failure.number, deque())
-        if errors and errors[0] is failure:
-            errors.popleft()
-        if not errors:
-            self._skipped.pop(failure.number, None)
-
-    def add(self, tickets: Sequence[Ticket]) -> None:
-        """Note tasks that are submitted."""
-        with self._lock:
-            self.tickets.update((ticket.number, ticket) for ticket in tickets)
-
-    def put(self, message: ItemTuple | Empty | Failure) -> None:
-        """Keep what came of a task, unless it is known already."""
-        if isinstance(message, tuple) and message[2] is None:
-            message = Empty(message[1])
-        number = message[1] if isinstance(message, tuple) else message.number
-        if number not in self.tickets or number in self._results:
-            return
-        if isinstance(message, Failure):
-            index = self.tickets[number].indices[message.shard]
-            # The same numbers if the task runs again: it has sent no failure since its result.
-            nth = 1 + len(self._skipped.get(number, ()))
-            message = dataclasses.replace(message, shard=index, nth=nth)
-        if isinstance(message, Failure) and message.skipped:
-            self._skipped.setdefault(number, deque()).append(message)
-        else:
-            with self._lock:
-                self._results[number] = message
-            if self.measures and isinstance(message, tuple):
-                # Never 0, which means that no result has come yet.
-                self.largest_bytes = max(self.largest_bytes, size_of(message[2]), 1)
-
-    def forget_skipped(self, number: int) -> None:
-        """Forget the skipped errors of a task that will run again."""
-        self._skipped.pop(number, None)
-
-    def fail(self, number: int, failure: Failure) -> None:
-        """Put a failure in the place of a task, also of one that has no ticket."""
-        with self._lock:
-            self._results[number] = failure
-
-    def peek(self, order: TaskOrder) -> Failure | bool:
-        """Return the failure that is next; or whether there is news.
-
-        An item can be taken; or tasks without a result are done, so that others can be assigned.
-        """
-        found = False
-        while (number := self.ready(order)) is not None:
-            errors = self._skipped.get(number)
-            if errors:
-                return errors[0]
-            match self._results[number]:
-                case Failure() as failure:
-                    return failure
-                case tuple():
-                    return True
-            self._remove(number)
-            order.take(number, has_item=False)
-            found = True
-        return found
-
-    def take(self, order: TaskOrder, most: int) -> list[ItemTuple]:
-        """Take results as long as they are next: at most so many."""
-        taken: list[ItemTuple] = []
-        while len(taken) < most:
-            number = self.ready(order)
-            if number is None or self._skipped.get(number):
-                break
-            result = self._results[number]
-            if not isinstance(result, tuple):
-                break
-            self._remove(number)
-            order.take(number)
-            taken.append(result)
-        return taken
-
-    def _remove(self, number: int) -> None:
-        with self._lock:
-            del self._results[number]
-            del self.tickets[number]
-
-    def ready(self, order: TaskOrder) -> int | None:
-        """Return the number of the result that is next, an error too, if it is there."""
-        end = order.end
-        if order.ordered:
-            number = order.next
-            return number if number in self._results and number != end else None
-        results = self._results if end is None else [n for n in self._results if n < end]
-        # A failure without a ticket is the reader's: it comes after all that was read.
-        with_ticket = (number for number in results if number in self.tickets)
-        return next(with_ticket, None if self.tickets else next(iter(results), None))
-
 
 # Tickets that are assigned to a worker in turn and not done: its channel always has room for them.
 _MOST_ASSIGNED = 4
@@ -298,10 +51,11 @@ class TaskSchedule(Generic[W]):
     Attributes:
         dispatch: How tickets reach the workers.
         results: The results, and the tickets of tasks whose results were not taken.
+        measures: Whether results are measured.
+        largest_bytes: Of all results, if they are measured.
 
     Example:
         >>> from enqueuer.backends.pool import WorkerState
-        >>> from enqueuer.order.messages import Start
         >>> class Worker:
         ...     shards, state, results = (), WorkerState.RUNNING, ()
         ...     inbox = property(lambda self: self)
@@ -322,10 +76,10 @@ class TaskSchedule(Generic[W]):
         ...     def forget(self, worker): del self.tasks[worker]
         >>> workers = [Worker(), Worker()]
         >>> schedule = TaskSchedule(workers, dispatch := OneEach(), most=1, measure=False)
-        >>> order = TaskOrder(0, Start(), (), ordered=True)
+        >>> order = TaskOrder(Epoch(0), first=0, ordered=True)
         >>> for number in range(4):
         ...     schedule.submit([Ticket(number, 0, (number,))])
-        >>> schedule.next_step(order), schedule.results.outstanding, dispatch.safe()
+        >>> schedule.next_step(order), len(schedule.results.tickets), dispatch.safe()
         (False, 4, [0, 1, 2, 3])
         >>> workers[1].state = WorkerState.DEAD
         >>> schedule.next_step(order) is workers[1], schedule.place_of(workers[1], order).text
@@ -341,7 +95,12 @@ class TaskSchedule(Generic[W]):
         self._workers = workers
         self.dispatch = dispatch
         self._most = most
-        self.results = ReorderBuffer(measure)
+        self.results = Results()
+        self.measures = measure
+        self.largest_bytes = 0
+        # Held while results come and go, and by another thread that counts them. It is reentrant,
+        # as the garbage collector may run code of the user there, which asks as well.
+        self._lock = threading.RLock()
         self._in_turn = in_turn
         # Numbers of tasks, and their packed tickets, that wait for the worker whose turn they are.
         self._unsent: deque[tuple[int, Any]] = deque()
@@ -363,10 +122,6 @@ class TaskSchedule(Generic[W]):
     def begin_worker(self, worker: W, epoch: Epoch) -> None:
         """Do nothing: the worker takes tickets as soon as there are some."""
 
-    def tickets(self) -> list[Ticket]:
-        """Return the tickets of tasks whose results were not taken."""
-        return list(self.results.tickets.values())
-
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Let free workers do some tasks, all with elements or all without.
 
@@ -377,14 +132,16 @@ class TaskSchedule(Generic[W]):
             return
         packed = self.dispatch.pack(tickets)
         numbers = list(map(_number_of, tickets))
-        self.results.add(tickets)
+        with self._lock:
+            self.results.add(tickets)
         self._last = numbers[-1]
         self._offer(numbers, packed)
 
     def fail(self, failure: Failure) -> None:
         """Let a task have failed that could not be submitted."""
         self._last = failure.number
-        self.results.fail(failure.number, failure)
+        with self._lock:
+            self.results.fail(failure)
 
     def _offer(self, numbers: Sequence[int], packed: Sequence[Any]) -> None:
         """Let free workers do some tasks, or the workers whose turn they are."""
@@ -427,8 +184,9 @@ class TaskSchedule(Generic[W]):
         """
         # Read once, as another thread may begin the next epoch.
         order = self._order
-        end = None if order is None else order.end
-        return self.results.waiting_before(end, waiting_in(self._workers))
+        end, arriving = None if order is None else order.end, waiting_in(self._workers)
+        with self._lock:
+            return self.results.waiting_before(end, arriving)
 
     def next_step(self, order: TaskOrder) -> bool | Failure | W:
         """Decide what to do next; see `ShardSchedule.next_step`."""
@@ -439,14 +197,15 @@ class TaskSchedule(Generic[W]):
         self.dispatch.feed()
         if self._unsent:
             self._assign_in_turn()
-        found = self.results.peek(order)
+        with self._lock:
+            found = self.results.peek(order)
         if isinstance(found, Failure):
             return found
         if found or order.done:
             return True
         # Any message may let a worker have its next ticket, and the size of any result is of use.
-        is_any = self._unsent or self.results.measures
-        self.dispatch.awaited = None if is_any else order.only()
+        is_any = self._unsent or self.measures
+        self.dispatch.awaited = None if is_any else order.turn()
         return False
 
     def _collect(self) -> W | None:
@@ -457,10 +216,10 @@ class TaskSchedule(Generic[W]):
             while (message := inbox.head()) is not False:
                 if message is True:
                     for item in inbox.take(_ALL):
-                        self.results.put(item)
+                        self._put(item)
                 else:
                     assert not isinstance(message, End), "the workers do tasks"
-                    self.results.put(message)
+                    self._put(message)
                     inbox.remove(message)
             inbox.acknowledge()
             # Only now, as `head` may find out that a worker has ended. What a thread or an actor
@@ -468,6 +227,13 @@ class TaskSchedule(Generic[W]):
             if worker.state is not _RUNNING and self._is_over(worker):
                 ended = worker
         return ended
+
+    def _put(self, message: ItemTuple | Empty | Failure) -> None:
+        with self._lock:
+            item = self.results.put(message)
+        if item is not None and self.measures:
+            # Never 0, which means that no result has come yet.
+            self.largest_bytes = max(self.largest_bytes, size_of(item[2]), 1)
 
     def _is_over(self, worker: W) -> bool:
         """Return whether a worker has ended, with nothing left in its inbox, and its end is new."""
@@ -483,7 +249,7 @@ class TaskSchedule(Generic[W]):
 
     def awaited(self, order: TaskOrder) -> str:
         """Return what the loop waits for, in words."""
-        number = order.only()
+        number = order.turn()
         if number is None:
             return "the result of any task"
         text = f"task {number - order.first}"
@@ -496,7 +262,8 @@ class TaskSchedule(Generic[W]):
 
     def take(self, order: TaskOrder) -> list[ItemTuple]:
         """Take the results that are next and are there."""
-        return self.results.take(order, self._most)
+        with self._lock:
+            return self.results.take(order, self._most)
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a failure that `next_step` has returned, if it is skipped."""
@@ -526,10 +293,10 @@ class TaskSchedule(Generic[W]):
         number = own[0] if own else min(lost, default=order.next)
         ticket = self.results.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
-        text = f"task {number - order.first}"
-        if order.end is not None and number >= order.end:
-            epoch = "the next epoch" if ticket is None else f"epoch {ticket.epoch}"
-            text = f"task {number - order.end} of {epoch}"
+        epoch, task = order.place_of(number)
+        text = f"task {task}"
+        if epoch != order.epoch.number:
+            text += " of the next epoch" if ticket is None else f" of epoch {ticket.epoch}"
         return DeathPlace(index, number, text)
 
     def resume(self, dead: W, successor: W, order: TaskOrder, late: Sequence[Failure] = ()) -> None:
@@ -547,7 +314,8 @@ class TaskSchedule(Generic[W]):
         is_alone = all(worker.state in HAS_ENDED for worker in self._workers)
         number = min(self.results.undone() if is_alone else lost, default=self._last + 1)
         # By this number it is replaced once it was raised: its traceback keeps the loop alive.
-        self.results.fail(number, dataclasses.replace(failure, number=number))
+        with self._lock:
+            self.results.fail(dataclasses.replace(failure, number=number))
         return None
 
     def part_with(self, leaver: W) -> None:

@@ -395,9 +395,10 @@ class BaseEnqueuer(Generic[Batch]):
         if kind is None:
             return batches
         with core.locks.reading():
-            done = reader.work.steps_done(len(reader.ready), reader.taken)
+            order = reader.work.order
+            done = order.steps - len(reader.ready)
         # After a merge, what is left of the epoch was divided anew.
-        total = core.workload.steps(reader.work.share)
+        total = core.workload.steps(order.epoch.share)
         return Shown(batches, self.stats, kind, done, total)
 
     def __aiter__(self) -> AsyncIterator[Batch]:

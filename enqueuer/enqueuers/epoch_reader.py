@@ -125,7 +125,7 @@ class EpochReader:
         """Begin the epoch after this one, which is over."""
         if self.run.copies is not None:
             self.run.copies.warn_of_changes()
-        return EpochReader(self.run, self._workload, self.work.next_epoch(), self._scaling, self)
+        return EpochReader(self.run, self._workload, self._order.next_epoch(), self._scaling, self)
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         """Let a new backend go on where an old one was."""
@@ -347,7 +347,7 @@ class EpochReader:
         """Give the workers what they need of the next epoch, if it may begin."""
         work = self.work
         if self.next_work is None and work.may_be_followed:
-            self.next_work = self._workload.begin(self.run, work.next_epoch(), work)
+            self.next_work = self._workload.begin(self.run, work.order.next_epoch(), work)
         if self.next_work is not None:
             self.next_work.feed()
 
@@ -480,10 +480,8 @@ class EpochReader:
             ready: Items that were taken and are still to be given.
         """
         if self.is_over:
-            return self.work.next_epoch()
-        rest, beyond = self._order.rest(ready), self._order.beyond(ready)
-        left_out = self.work.left_out(rest, beyond, len(ready))
-        return Epoch(self.number, rest, beyond, self.work.share, left_out)
+            return self._order.next_epoch()
+        return self._order.position(ready)
 
     def error_count_at(self, position: Epoch) -> int:
         """Return the number of errors that were skipped before a position.

@@ -9,7 +9,7 @@ from typing import Any
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
-from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardOrder, ShardSchedule
+from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.stall import warn
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
@@ -19,7 +19,8 @@ from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.order import position
-from enqueuer.order.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.messages import Epoch, Failure, Ticket
+from enqueuer.order.sequence import ShardOrder
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, name_of
 
 
@@ -35,15 +36,10 @@ class ShardEpoch(EpochWork):
         # Whether the workers were told to run it.
         self._is_told = False
         self.first_items = first_items
-        self.share = epoch.share
-        starts = epoch.starts
-        if starts is None:
-            starts = dict.fromkeys(workload.own_shards(), Start())
-        self.starts = starts if workload.resumed else None
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
-        of = RoundRobin if run.options.ordered else AsTheyCome
-        self.order: ShardOrder = of(starts, recent)
+        self.order = ShardOrder(epoch, workload.own_shards(), run.options.ordered, recent)
+        self.starts = self.order.position().starts if workload.resumed else None
 
     @property
     def may_be_followed(self) -> bool:
@@ -56,7 +52,7 @@ class ShardEpoch(EpochWork):
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
-        _shards_of(new).tell(Epoch(self._number, self.order.rest()))
+        _shards_of(new).tell(self.order.position())
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more of the epoch."""
@@ -71,23 +67,12 @@ class ShardEpoch(EpochWork):
         origin.rerun = workload.rerun(origin, None)
         return origin
 
-    def steps_done(self, ready: int, taken: int) -> int:
-        return taken - ready
-
-    def next_epoch(self) -> Epoch:
-        ends = self.order.ends
-        if not ends:
-            return Epoch(self._number + 1)
-        # A shard that had ended when a state was saved has sent no state since.
-        starts = dict.fromkeys(self._workload.own_shards(), Start())
-        starts |= {shard: Start(0, state) for shard, state in ends.items()}
-        return Epoch(self._number + 1, starts)
-
     def end(self) -> None:
         """Do nothing: a generator sees its own end."""
 
     def rerun_s(self, stats: Stats) -> float | None:
-        has_states = any(start.state is not None for start in self.order.rest().values())
+        starts = self.order.position().starts or {}
+        has_states = any(start.state is not None for start in starts.values())
         if has_states or self._workload.source.can_begin_anywhere:
             # Nothing is made again.
             return 0.0

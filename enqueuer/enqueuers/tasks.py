@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from enqueuer.backends.load import Backend
-from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
+from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Auto, Concurrency, Options
@@ -24,6 +24,7 @@ from enqueuer.enqueuers.run import Run
 from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.sequence import TaskOrder
 from enqueuer.workers.collate import stack
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.task_loop import MOST_THREADS
@@ -214,15 +215,12 @@ class TaskEpoch(EpochWork):
         self._source: TaskSource = workload.source
         self.feed_runs_code = not self._source.is_sequence
         self._epoch = epoch.number
-        self.share = epoch.share
         start = Start() if epoch.starts is None else epoch.starts[0]
         # Numbers go on over the epochs of a run, so that a late result is never taken for one of
         # another epoch.
         first = 0 if before is None else before.number
-        self.order = TaskOrder(first, start, epoch.done, run.options.ordered)
+        self.order = TaskOrder(epoch, first, run.options.ordered)
         self.number: int = first + start.number
-        # Number of batches of the epoch that the loop was given before.
-        self._given_before = start.number + len(epoch.done) - epoch.left_out
         self._start = start if before is None else Start()
         self._length = length
         self._reader: ElementReader | None = None
@@ -247,7 +245,7 @@ class TaskEpoch(EpochWork):
         reads, most = 0, self._most_out(tasks)
         while self._pending is not None or not self._is_read:
             if self._pending is None:
-                room = most - tasks.results.outstanding
+                room = most - len(tasks.results.tickets)
                 # A loop that waits for a batch should not wait for a slow iterable.
                 if room <= 0 or (reads > 1 and not source.is_sequence and tasks.poll(order)):
                     return
@@ -289,7 +287,7 @@ class TaskEpoch(EpochWork):
             return self._source.most_out
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
-            largest = tasks.results.largest_bytes
+            largest = tasks.largest_bytes
             # Until the size of the first result is known, workers get no more than they run.
             waiting = min(waiting, options.max_queue_bytes // largest) if largest else 0
         return waiting + self._run.workers * self._source.tickets_at_once
@@ -309,7 +307,7 @@ class TaskEpoch(EpochWork):
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
-            first, length, share = order.first, self._length, self.share or (0,)
+            first, length, share = order.first, self._length, order.epoch.share or (0,)
             # It calls methods of the user's, and may skip many elements.
             self._reader = interrupts.interruptible(
                 ElementReader,
@@ -326,10 +324,12 @@ class TaskEpoch(EpochWork):
         else:
             tickets, state = self._timed(self._reader), self._reader.state()
         if not tickets:
-            count, last = self.number - order.first, max(order.beyond(), default=-1)
-            if last >= count:
-                text = f"the iterable ended after {count} tasks when it was read again, but task "
-                self._fail(Failure(-1, self.number, StateMismatch(f"{text}{last} of it was done")))
+            if (last := max(order.taken, default=-1)) >= self.number:
+                text = (
+                    f"the iterable ended after {self.number - order.first} tasks when it was read "
+                    f"again, but task {last - order.first} of it was done"
+                )
+                self._fail(Failure(-1, self.number, StateMismatch(text)))
                 return None
             order.end_at(self.number, state)
             self._is_read = True
@@ -365,7 +365,7 @@ class TaskEpoch(EpochWork):
         return failure if unread is None or unread.number != failure.number else unread
 
     def where(self, failure: Failure) -> str:
-        epoch, number = self._place_of(failure)
+        epoch, number = self.order.place_of(failure.number)
         # A worker that dies may have a task of the next epoch, and be the last one that could do
         # those of this epoch.
         task = f"task {number}" if epoch == self._epoch else f"task {number} of epoch {epoch}"
@@ -382,15 +382,8 @@ class TaskEpoch(EpochWork):
             what = f"one of the elements {[*indices]}"
         return f"in {failure.worker}, {task}, {what}"
 
-    def _place_of(self, failure: Failure) -> tuple[int, int]:
-        """Return the epoch of a failure, and the task of that epoch."""
-        first, end = self.order.first, self.order.end
-        if end is not None and failure.number >= end:
-            return self._epoch + 1, failure.number - end
-        return self._epoch, failure.number - first
-
     def origin_of(self, failure: Failure) -> Origin:
-        epoch, number = self._place_of(failure)
+        epoch, number = self.order.place_of(failure.number)
         seed = self._source.random_seed
         origin = Origin(seed, epoch, number, None, 0, failure.worker, failure.shard)
         ticket = self.ticket(failure.number - self.order.first)
@@ -398,32 +391,18 @@ class TaskEpoch(EpochWork):
         return origin
 
     def ticket(self, item: int) -> Ticket | None:
-        number = self.order.first + item
-        tickets = _tasks_of(self._run.backend).tickets()
-        return next((ticket for ticket in tickets if ticket.number == number), None)
+        return _tasks_of(self._run.backend).results.tickets.get(self.order.first + item)
 
     # --- the epoch as a whole ---
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         tasks = _tasks_of(new)
-        for ticket in _tasks_of(old).tickets():
+        for ticket in list(_tasks_of(old).results.tickets.values()):
             # Those of the next epoch may have begun as well.
             if ticket.epoch == self._epoch:
                 tasks.submit([ticket])
         if self._unread is not None:
             self._keep_in(tasks, self._unread)
-
-    def steps_done(self, ready: int, taken: int) -> int:
-        return self.order.next - self.order.first - ready
-
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        given = self._given_before + self.order.items - ready
-        return starts[0].number + len(done) - given
-
-    def next_epoch(self) -> Epoch:
-        ends = self.order.ends
-        starts = {shard: Start(0, state) for shard, state in ends.items()}
-        return Epoch(self._epoch + 1, starts or None)
 
     def end(self) -> None:
         self._source.end(self._epoch)

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from enqueuer.backends.job import Job, RayOptions
 from enqueuer.backends.load import Backend
-from enqueuer.backends.task_schedule import Order
 from enqueuer.common import checks
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
@@ -22,6 +21,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.sequence import Order
 from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import fingerprint_of
 
@@ -62,14 +62,12 @@ class EpochWork(Protocol):
     Attributes:
         order: The order of the items, from where the epoch began.
         first_items: Comparison of the first items of all shards; None once it is done.
-        share: See `Epoch.share`.
         starts: Shards to be run, if the workers have others, too; None: all that they have.
         feed_runs_code: Whether `feed()` runs code of the user, which may take long.
     """
 
     first_items: FirstItems | None
     order: Order
-    share: tuple[int, ...] | None
     starts: Mapping[int, Start] | None = None
     feed_runs_code: bool = False
 
@@ -102,27 +100,6 @@ class EpochWork(Protocol):
     def ticket(self, item: int) -> Ticket | None:
         """Return the ticket of a task of this epoch that the workers have not finished."""
         return None
-
-    def steps_done(self, ready: int, taken: int) -> int:
-        """Return how many batches of the epoch the loop was given.
-
-        Args:
-            ready: Number of batches that are ready for the loop.
-            taken: Number of batches that were taken from the workers in this epoch.
-        """
-
-    def left_out(self, starts: Mapping[int, Start], done: Sequence[int], ready: int) -> int:
-        """Return `Epoch.left_out` of a position; 0 for shards, whose starts have their own.
-
-        Args:
-            starts: See `Epoch.starts`.
-            done: See `Epoch.done`.
-            ready: Number of batches that were taken and are still to be given.
-        """
-        return 0
-
-    def next_epoch(self) -> Epoch:
-        """Return the epoch after this one, which is over."""
 
     def end(self) -> None:
         """Do what the source wants done at the end of an epoch. Lock held."""

@@ -1,1 +1,67 @@
-"""What comes next, as data: no threads, no locks, no clocks, no signals, no I/O."""
+"""What comes next, as data: no threads, no locks, no clocks, no signals, no I/O.
+
+    messages.py    what comes in: items, ends, failures; and what goes out: tickets, epochs
+    sequence.py    one epoch: which item is next, and the position between two items
+    position.py    a position <-> the state that `state_dict()` returns
+    ranks.py       the states of several ranks <-> one state
+
+An epoch is one run through the source. It consists of items with numbers:
+
+    shard       a run of the generator function. Its items are numbered from 0, those of None and
+                those that failed included. Any worker may run it, but one runs it at a time
+    task        the work on one element, or on those of one batch. All tasks of an epoch are one
+                shard, number 0, whose items may be made in any order
+    ticket      the order to do one task; it has the number of the task
+    turn        what must be taken next: a shard, or a task; ANY if all will do
+    share       what a rank has of an epoch if that was divided anew, as positions of other ranks
+                were merged. Of shards: their indices. Of tasks: the place from which on the
+                elements were divided, then the later places that were done before. A place is the
+                index in the order of the epoch, over all ranks
+
+Numbers of one shard, or of all tasks:
+
+    0 1 2 3 4 5 6 7 8 9
+    G G - G - G R R . .     G given to the loop     - left out     R ready     . the rest
+                ^           the position: `Start.number` is 6, and `left_out` is 2
+                    ^       the next number that is taken
+
+    taken       it came from a worker to the loop
+    ready       it was taken, and the loop was not given it yet
+    given       it was returned by `next()`; a position counts it as given a moment before
+    left out    it gave nothing to the loop: it was None, or it failed and was skipped
+    done        of tasks: given or left out, though an earlier task is not
+    rest        what is neither given nor left out; that which is ready belongs to it
+
+What an order is told, and what changes by it:
+
+    take        the items are taken. If the order is by turns, the next shard has its turn
+    ended       the shard has no turn any more; when none has, the epoch is done
+    end_at      tasks of this number and above are of the next epoch
+    fail        the failure stays in the place of its task, and is returned again and again
+    pass_over   a failure that was skipped is forgotten, and is counted as left out by its number
+
+What holds:
+
+    Each item comes once. What was given before a position, and what is given by a run that begins
+    there, are together what a whole epoch gives.
+
+    If `ordered`, the sequence is a function of the seed, of the shards and of the source. It does
+    not depend on workers: their number, their speed, their deaths. Else the sequence depends on
+    them, and the set of items does not.
+
+    A position is complete. It has the start of each shard that has not ended, in the order of their
+    turns. A run that begins there needs the source, the options, and nothing of the run before.
+
+    The positions of all ranks have each shard, or each element, once. So they can be merged, and
+    divided anew. A rank whose epoch is over has had all of its share.
+
+What is left, if something ends early:
+
+    a worker that died      the shards that it ran, from their positions on. Of tasks: those that
+                            have no result and that no living worker has
+    another set of workers  the position, with what is ready counted as taken; all tickets
+    an error that is raised what comes before it is given; the item that failed is of the rest
+    `stop()`                the position, with what is ready in the rest
+    `epochs=n`              no epoch follows that with number n - 1
+    `first_item`            the same position: the shard begins there, and makes no item again
+"""

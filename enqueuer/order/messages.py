@@ -105,7 +105,7 @@ class Start(NamedTuple):
     """The start of a shard, at item `number`.
 
     If there is a `state` of its iterator, that is `behind` items before it; usually 0. Of the items
-    before it, `left_out` gave nothing to the loop: they were None, or failed and were skipped.
+    before it, `left_out` gave nothing to the loop; they are not counted of shards without turns.
     """
 
     number: int = 0
@@ -123,10 +123,8 @@ class Epoch:
         starts: Start of each shard that is still to be run, in the order of their turns; None if
             all begin with their first item. Tasks count as shard 0.
         done: Numbers of later tasks that are done already.
-        share: What this rank has of the epoch if that is not its usual part, since a state of
-            other ranks was loaded; see `order/ranks.py`.
-        left_out: Number of tasks before this position that gave no batch: the result was None, or
-            an error was skipped.
+        share: What this rank has of the epoch, if that was divided anew.
+        left_out: Number of tasks before this position that gave nothing to the loop.
         is_awaited: Whether the loop waits for one of these shards first, of those that do not
             begin with their first item.
         late: Failure of an item that took too long in another worker: its shard goes on with it.

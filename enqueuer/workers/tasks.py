@@ -417,8 +417,7 @@ class Reading(NamedTuple):
     world_size: int
 
 
-# A place from which on the elements of an epoch were divided among ranks, and later ones that were
-# done before that; see `order/ranks.py`.
+# Of tasks; see `enqueuer/order/`.
 Share = Sequence[int]
 
 

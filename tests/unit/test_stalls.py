@@ -8,10 +8,11 @@ import pytest
 
 from enqueuer.backends import stall
 from enqueuer.backends.pool import WorkerSnapshot
-from enqueuer.backends.shard_schedule import AsTheyCome, RoundRobin, ShardSchedule
+from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.stall import Wait, WaitLimits, WaitSnapshot, parse, report
-from enqueuer.backends.task_schedule import TaskOrder, TaskSchedule
-from enqueuer.order.messages import Start, Ticket
+from enqueuer.backends.task_schedule import TaskSchedule
+from enqueuer.order.messages import Epoch, Start, Ticket
+from enqueuer.order.sequence import ShardOrder, TaskOrder
 from enqueuer.workers import loop
 
 WORKER = loop.__file__
@@ -66,16 +67,18 @@ def test_a_report_shows_the_frames_within_the_worker():
 
 
 def test_what_is_awaited_is_named():
-    starts = dict.fromkeys(range(2), Start(5))
+    epoch = Epoch(0, dict.fromkeys(range(2), Start(5)))
     shards = ShardSchedule([], {}, 1)
-    assert shards.awaited(RoundRobin(starts)) == "shard 0, item 5"
-    assert shards.awaited(AsTheyCome(starts)) == "the next item of any shard"
+    assert shards.awaited(ShardOrder(epoch, range(2), ordered=True)) == "shard 0, item 5"
+    assert (
+        shards.awaited(ShardOrder(epoch, range(2), ordered=False)) == "the next item of any shard"
+    )
     schedule = TaskSchedule([], None, 1, measure=False)
-    tasks = TaskOrder(10, Start(2), (), ordered=True)
+    tasks = TaskOrder(Epoch(0, {0: Start(2)}), 10, ordered=True)
     assert schedule.awaited(tasks) == "task 2"
     schedule.results.tickets[12] = Ticket(12, 0, (4, 5))
     assert schedule.awaited(tasks) == "task 2 (elements 4, 5)"
-    unordered = TaskOrder(10, Start(2), (), ordered=False)
+    unordered = TaskOrder(Epoch(0, {0: Start(2)}), 10, ordered=False)
     assert schedule.awaited(unordered) == "the result of any task"
 
 
