@@ -159,14 +159,6 @@ class Engine(Generic[W]):
         if self.shards is not None:
             self.shards.acknowledge()
 
-    def has_news(self, order: Any) -> bool:
-        """Return whether `wait()` might return at once, while no item waits.
-
-        Neither this nor asking before waiting may let a worker make more than it would.
-        """
-        self.pool.poll()
-        return not self.is_closed and self.schedule.next_step(order) is not False
-
     # --- what is known of the workers ---
 
     def measures(self, workers: list[W] | None = None) -> list[WorkerStats]:

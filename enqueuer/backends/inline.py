@@ -218,10 +218,6 @@ class InlinePool(WorkerPool[InlineWorker]):
         if not self._take_turn():
             raise AssertionError("the loop waits, and the worker has nothing to do")
 
-    def poll(self) -> None:
-        if not any(len(worker.inbox) for worker in self.workers):
-            self._take_turn()
-
     def _take_turn(self) -> bool:
         """Let the worker run; return False if it has nothing to do."""
         with interrupts.taken(self._turn):

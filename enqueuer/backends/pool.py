@@ -252,10 +252,6 @@ class WorkerPool(Protocol[W]):
             deadline: Time by `time.monotonic()` at which to return; None: never.
         """
 
-    def poll(self) -> None:
-        """Take note of deaths and messages that `Inbox.head` does not see by itself."""
-        return None
-
     def discard(self, worker: W) -> None:
         """End a worker at once, if it runs, and close all that this process has of it."""
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import threading
 import time
@@ -53,6 +54,15 @@ def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
         f"several times. {cause}",
         DuplicateDataWarning,
     )
+
+
+class Outcome(enum.Enum):
+    """How a wait has ended."""
+
+    ITEM = "an item is ready, unless another thread has taken it meanwhile"
+    FAILURE = "the failure is next"
+    END = "the epoch gives nothing more"
+    STOPPED = "the enqueuer was stopped"
 
 
 class EpochReader:
@@ -173,7 +183,12 @@ class EpochReader:
         alive: the end of a forgotten enqueuer wakes it.
         """
         with self.run.locks.reading():
-            self.has_item(None, raises=False, ends=False)
+            self._enter(None)
+            try:
+                # The end is for the event loop's thread: the source may see it.
+                self._wait_for_outcome(None)
+            finally:
+                self._is_entered = False
 
     def poll(self) -> tuple[Any, ...]:
         """Take the next batch, if there is one; waits for nothing. For event loops. No lock.
@@ -187,8 +202,8 @@ class EpochReader:
                 return (item[2],)
             try:
                 with run.locks.reading(timeout=0):
-                    is_known = run.state is State.STOPPED or self.knows_next()
-                    if self.work.feed_runs_code and not is_known:
+                    is_stopped = run.state is State.STOPPED
+                    if self.work.feed_runs_code and not (is_stopped or self.known_outcome()):
                         return ()
                     if not self.has_item(time.monotonic()):
                         raise StopAsyncIteration
@@ -212,31 +227,42 @@ class EpochReader:
             self._end = saved.epoch
         return saved
 
-    def has_item(
-        self,
-        deadline: float | None,
-        raises: bool = True,
-        takes: bool = True,
-        ends: bool = True,
-    ) -> bool:
+    def has_item(self, deadline: float | None) -> bool:
         """Wait until an item is ready; return False if there will be none.
 
-        That is so at the end of the epoch, and if the enqueuer was stopped.
+        See `outcome`.
+
+        Raises:
+            Exception: The failure, if that is next; again and again.
+        """
+        outcome = self.outcome(deadline)
+        if outcome is Outcome.FAILURE:
+            assert self.failure is not None, "it is the outcome"
+            self._raise(self.failure)
+        return outcome is Outcome.ITEM
+
+    def outcome(self, deadline: float | None) -> Outcome:
+        """Wait until it is known what is next; at the end of the epoch, do what is due then.
 
         Args:
             deadline: When to give up, by `time.monotonic()`; None: never, and the number of workers
                 may be changed.
-            raises: Whether to raise the failure, if that is next; else this returns True.
-            takes: Whether to take an item that has come from the workers, which makes room for
-                another one. If not, this waits for a change of workers only.
-            ends: Whether to do what is due at the end of the epoch, such as `on_epoch_end`. If not,
-                this returns True at the end, and the loop's thread is to ask again.
 
         Raises:
             DeadlineExpired: Nothing came until `deadline`.
             BatchTimeout: There is none, and nothing came for `timeout` seconds.
-            Exception: The failure, if that is next; again and again.
+            InvalidState: The same thread waits already.
         """
+        self._enter(deadline)
+        try:
+            outcome = self._wait_for_outcome(deadline)
+            if outcome is Outcome.END and not self.is_over:
+                self._notice_end()
+        finally:
+            self._is_entered = False
+        return outcome
+
+    def _enter(self, deadline: float | None) -> None:
         if self._is_entered:
             if deadline is None:
                 raise InvalidState(
@@ -245,30 +271,20 @@ class EpochReader:
                 )
             raise DeadlineExpired("the thread waits for this batch itself")
         self._is_entered = True
-        try:
-            has_more = self._wait_for_item(deadline, takes, ends)
-        finally:
-            self._is_entered = False
-        if raises and has_more and not self.ready and self.failure is not None:
-            self._raise(self.failure)
-        return has_more
 
-    def _wait_for_item(self, deadline: float | None, takes: bool, ends: bool) -> bool:
+    def _wait_for_outcome(self, deadline: float | None) -> Outcome:
         run, until = self.run, deadline
         # What was ready at the end of the run is in the saved position.
         if run.state is State.STOPPED:
-            return False
-        order = self._order
+            return Outcome.STOPPED
         long_wait: Wait | None = None
-        while not self.knows_next():
+        while (outcome := self.known_outcome()) is None:
             is_late, backend = False, run.backend
             try:
-                if not takes and not self._has_news(backend):
-                    raise DeadlineExpired("nothing has come")
                 failure = self._wait(backend, until)
             except Closed:
                 if not self._has_changed(backend):
-                    return False
+                    return Outcome.STOPPED
                 continue
             except DeadlineExpired:
                 if deadline is not None:
@@ -277,24 +293,16 @@ class EpochReader:
             if is_late:
                 # Not in the handler, or BatchTimeout would have `DeadlineExpired` as its context.
                 long_wait = long_wait or Wait(run.limits, run.limits.first_s or 0.0)
-                long_wait.cut(run.backend.inspect, order, self.number)
+                long_wait.cut(run.backend.inspect, self._order, self.number)
                 until = long_wait.until
                 continue
-            if failure is None and not takes and not order.done:
-                return True
             # If the failure is skipped, the wait goes on.
             if failure is not None and until is None:
                 long_wait = Wait(run.limits, 0.0)
                 until = long_wait.until
             if self._note(failure) and deadline is None:
                 self.retune()
-        return not (ends and self._notice_end())
-
-    def _has_news(self, backend: Backend) -> bool:
-        """Return whether a wait would end at once, without asking a worker for more."""
-        backend.acknowledge()
-        self.work.feed()
-        return backend.has_news(self._order)
+        return outcome
 
     def _has_changed(self, backend: Backend) -> bool:
         """Wait until other workers have taken over; return False if none do, as at the end."""
@@ -304,17 +312,12 @@ class EpochReader:
         self._is_entered = True
         return has_changed or self.run.backend is not backend
 
-    def _notice_end(self) -> bool:
-        """Return whether the epoch is over; if it has just ended, do what is due then."""
-        # The epoch is not over if another thread, or a signal handler, has taken what was ready.
-        is_over = self._order.done and not self.ready and self.failure is None
-        if is_over and not self.is_over:
-            self.run.meter.epoch_ended()
-            self.work.end()
-            if not self.taken:
-                self._warn_of_nothing()
-        self.is_over = is_over
-        return is_over
+    def _notice_end(self) -> None:
+        self.run.meter.epoch_ended()
+        self.work.end()
+        if not self.taken:
+            self._warn_of_nothing()
+        self.is_over = True
 
     def _wait(self, backend: Backend, until: float | None) -> Failure | None:
         """Make room for as many items as were taken, feed the workers, and wait for them.
@@ -351,9 +354,13 @@ class EpochReader:
         if self.next_work is not None:
             self.next_work.feed()
 
-    def knows_next(self) -> bool:
-        """Return whether an item, the failure or the end is what comes next."""
-        return bool(self.ready) or self.failure is not None or self._order.done
+    def known_outcome(self) -> Outcome | None:
+        """Return what comes next; None if that is not known yet."""
+        if self.ready:
+            return Outcome.ITEM
+        if self.failure is not None:
+            return Outcome.FAILURE
+        return Outcome.END if self._order.done else None
 
     def _note(self, failure: Failure | None) -> bool:
         """Note what the backend has waited for: a failure, or items, which are taken.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from queue import Empty
 from typing import Generic, TypeVar
 
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import checks
 from enqueuer.enqueuers.core import Core
-from enqueuer.enqueuers.epoch_reader import EpochReader
+from enqueuer.enqueuers.epoch_reader import Outcome
 from enqueuer.errors import Closed, InvalidState
 
 Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
 class Queue(Generic[Batch]):
@@ -50,7 +52,14 @@ class Queue(Generic[Batch]):
 
     def empty(self) -> bool:
         """Return False if an item, or an error, is ready; True otherwise."""
-        return not self._has_next(takes=True)
+        reader = self._core.reader
+        if reader is None or not self._core.is_running():
+            return True
+        try:
+            outcome = self._asked(reader.outcome, time.monotonic())
+        except Empty:
+            return True
+        return outcome not in (Outcome.ITEM, Outcome.FAILURE)
 
     def qsize(self) -> int:
         """Return how many finished batches wait; at least 1 if `get()` would not have to wait.
@@ -60,27 +69,16 @@ class Queue(Generic[Batch]):
         reader = self._core.reader
         if reader is None or not self._core.is_running():
             return 0
-        # An item that was taken would make room for another one, beyond the bound.
-        return reader.waiting() or int(self._has_next(takes=False))
+        # Perhaps none has come from a worker, as the bound is small.
+        return reader.waiting() or int(not self.empty())
 
-    def _has_next(self, takes: bool) -> bool:
-        """Return whether an item or an error is next; wait for nothing."""
-        reader = self._core.reader
-        if reader is None or not self._core.is_running():
-            return False
-        try:
-            # If it is not taken, a worker beyond the bound does not even send it.
-            return self._asked(reader, time.monotonic(), raises=False, takes=takes)
-        except Empty:
-            return False
-
-    def _asked(self, reader: EpochReader, deadline: float | None, **options: bool) -> bool:
-        """Return the answer of `has_item`; raise Empty at the deadline."""
+    def _asked(self, question: Callable[[float | None], T], deadline: float | None) -> T:
+        """Return the answer of the reader; raise Empty at the deadline."""
         left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             # If another consumer waits for the next batch, there is none.
-            with reader.run.locks.reading(left):
-                return reader.has_item(deadline, **options)
+            with self._core.locks.reading(left):
+                return question(deadline)
         except DeadlineExpired:
             raise Empty from None
 
@@ -107,7 +105,7 @@ class Queue(Generic[Batch]):
         while True:
             if (item := reader.take()) is not None:
                 return item[2]  # type: ignore[return-value]  # what the generator yielded
-            if not self._asked(reader, deadline):
+            if not self._asked(reader.has_item, deadline):
                 core.check_started("get() from its queue")
                 raise Closed("the generator has ended; iterate again for the next epoch")
             # Another thread may have begun the next epoch.

@@ -10,6 +10,7 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.enqueuers.core import Endless
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, Batch, core_of, iterated
+from enqueuer.enqueuers.epoch_reader import Outcome
 from enqueuer.enqueuers.options import (
     Concurrency,
     EnqueuerOptions,
@@ -208,7 +209,9 @@ class OrderedEnqueuer(BaseEnqueuer[Batch]):
         is_known = False
         while not is_known:
             with core.locks.reading():
-                is_known = not reader.has_item(None, raises=False) or reader.knows_next()
+                is_item = reader.outcome(None) is Outcome.ITEM
+                # Another thread may have taken it.
+                is_known = not is_item or reader.known_outcome() is not None
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.

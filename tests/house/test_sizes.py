@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 20799
-MOST_TOKENS = 178168
+MOST_CODE_LINES = 20796
+MOST_TOKENS = 178067
 MOST_FILES = 135
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.

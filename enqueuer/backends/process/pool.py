@@ -148,9 +148,6 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             if queue is not None:
                 self._poller.unregister(queue)
 
-    def poll(self) -> None:
-        self._poll(time.monotonic())
-
     def _room(self) -> int:
         """Return how many more items may wait; an item that was wanted may have taken a place."""
         room = self._job.max_queue_size
