@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
     ITEM = 1
     # An item, in a pair with the state of its iterator after it.
     STATED = 2
-    # An item of small arrays, behind their layout; see `small_arrays.py`.
+    # An item of small arrays, behind their layout.
     ARRAYS = 3
     # What is no item: an end, a failure, or a task without a result.
     MESSAGE = 4

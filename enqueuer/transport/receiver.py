@@ -20,7 +20,7 @@ from typing import Any
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple
-from enqueuer.transport import item_codec, small_arrays, task_queue
+from enqueuer.transport import item_codec, task_queue
 from enqueuer.transport.block_map import BlockMap
 from enqueuer.transport.errors import with_decoded_error
 from enqueuer.transport.memory import read_whole
@@ -387,7 +387,7 @@ class ItemReceiver:
             BlockMemoryError: A block could not be mapped.
         """
         if kind == _ARRAYS:
-            return small_arrays.decode(bytes(body[:table]), body[table:])
+            return item_codec.decode_arrays(bytes(body[:table]), body[table:])
         return item_codec.decode(*self._open(body, table)) if table else pickle.loads(body)
 
     def _message(

@@ -28,7 +28,7 @@ from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter, Segment
 from enqueuer.transport.errors import with_encoded_error
-from enqueuer.transport.item_codec import Buffer, Encoder, Pieces
+from enqueuer.transport.item_codec import Buffer, Encoder, Layouts, Pieces
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets, take
 from enqueuer.transport.protocol import (
@@ -42,7 +42,6 @@ from enqueuer.transport.protocol import (
     Credit,
     Kind,
 )
-from enqueuer.transport.small_arrays import Layouts
 from enqueuer.transport.status import Status
 
 # Records that are kept while the socket is full; more are counted and dropped.

@@ -48,7 +48,6 @@ THIRD_PARTIES = {
         "transport.block_map",
         "transport.blocks",
         "transport.item_codec",
-        "transport.small_arrays",
         "workers.arrays",
         "backends.ray.channel",
         "cli.demo",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from enqueuer.transport import small_arrays
-from enqueuer.transport.small_arrays import Layouts, decode
+from enqueuer.transport import item_codec
+from enqueuer.transport.item_codec import Layouts, decode_arrays
 
 SHORT = np.arange(8, dtype=np.float32)
 LABEL = np.array([7])
@@ -23,13 +23,13 @@ LEFT_TO_PICKLE = {
     "Fortran's order": [np.zeros((2, 3)).T],
     "nothing in it": [np.zeros(0)],
     "read-only": {"x": SHORT, "y": np.broadcast_to(LABEL, (1,))},
-    "too large": [np.zeros(small_arrays._MOST_BYTES, np.uint8)],
+    "too large": [np.zeros(item_codec._MOST_ARRAY_BYTES, np.uint8)],
 }
 
 
 def there_and_back(value):
     layout, data = Layouts().encode(value)
-    return decode(layout, memoryview(data))
+    return decode_arrays(layout, memoryview(data))
 
 
 @pytest.mark.parametrize("count", [8, 700], ids=["shared", "apart"])
@@ -94,11 +94,11 @@ def test_the_same_names_with_other_shapes_are_another_layout():
     layouts = Layouts()
     for shape in [(8,), (2, 4), (4, 2), (8, 1)]:
         layout, data = layouts.encode({"x": SHORT.reshape(shape)})
-        assert decode(layout, memoryview(data))["x"].shape == shape
+        assert decode_arrays(layout, memoryview(data))["x"].shape == shape
 
 
 def test_items_of_any_length_are_left_to_pickle_after_some(monkeypatch):
-    monkeypatch.setattr(small_arrays, "_MOST_LAYOUTS", 3)
+    monkeypatch.setattr(item_codec, "_MOST_LAYOUTS", 3)
     layouts = Layouts()
     lengths = [n for n in range(1, 9) if layouts.encode([np.zeros(n)]) is not None]
     assert lengths == [1, 2, 3]
