@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from enqueuer.common.extras import framework
-from enqueuer.transport.block_map import Mapping, mapping_at
+from enqueuer.transport.blocks import Mapping, mapping_at
 from enqueuer.transport.item_codec import copy_in_thread
 
 torch = framework("torch", "torch", "2.1")

@@ -21,7 +21,7 @@ from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple
 from enqueuer.transport import item_codec, task_queue
-from enqueuer.transport.block_map import BlockMap
+from enqueuer.transport.blocks import BlockMap
 from enqueuer.transport.errors import with_decoded_error
 from enqueuer.transport.memory import read_whole
 from enqueuer.transport.packets import Packets

@@ -22,7 +22,7 @@ import pytest
 from helpers import collect_until, needs
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, empty
-from enqueuer.transport.block_map import Mapping
+from enqueuer.transport.blocks import Mapping
 from enqueuer.transport.memory import open_nameless
 
 torch = needs("torch")

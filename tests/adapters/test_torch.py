@@ -18,7 +18,7 @@ from enqueuer import (
     prefetch,
 )
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.transport.block_map import mapping_at
+from enqueuer.transport.blocks import mapping_at
 
 torch = needs("torch")
 torch.set_num_threads(1)  # its thread pool does not survive a fork

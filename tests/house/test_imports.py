@@ -45,7 +45,6 @@ THIRD_PARTIES = {
         "enqueuers.ordered",
         "workers.tasks",
         "workers.collate",
-        "transport.block_map",
         "transport.blocks",
         "transport.item_codec",
         "workers.arrays",

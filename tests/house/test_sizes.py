@@ -14,9 +14,9 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 20789
-MOST_TOKENS = 178031
-MOST_FILES = 134
+MOST_CODE_LINES = 20786
+MOST_TOKENS = 177992
+MOST_FILES = 133
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
 MOST_FILES_ABOUT_HANDLERS = 13

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from enqueuer import BlockMemoryError
-from enqueuer.transport import block_map, blocks
-from enqueuer.transport.block_map import BlockMap, mapping_at
-from enqueuer.transport.blocks import BlockPool
+from enqueuer.transport import blocks
+from enqueuer.transport.blocks import BlockMap, BlockPool, mapping_at
 from enqueuer.transport.memory import allocation_error
 
 
@@ -189,7 +188,7 @@ def test_a_want_of_memory_has_a_name(monkeypatch):
 
 
 def test_who_keeps_many_gets_copies(monkeypatch):
-    monkeypatch.setattr(block_map, "_MOST_LEASED", 2)
+    monkeypatch.setattr(blocks, "_MOST_LEASED", 2)
     transfer = Transfer()
     arrays = [transfer.send(np.full(1000, n))[1] for n in range(6)]
     assert [int(array[0]) for array in arrays] == list(range(6))

@@ -17,7 +17,7 @@ from enqueuer.errors import BlockMemoryError, ItemNotLoadable
 from enqueuer.monitoring.meters import PHASE, WAITING
 from enqueuer.order.messages import End, Epoch, Failure, Item, Start
 from enqueuer.transport import memory, receiver, sender
-from enqueuer.transport.block_map import BlockMap
+from enqueuer.transport.blocks import BlockMap
 from enqueuer.transport.packets import Packets, pair
 from enqueuer.transport.protocol import PACKET, Credit, Kind
 from enqueuer.transport.receiver import ItemReceiver, ReceiverControl

@@ -23,7 +23,7 @@ from enqueuer.common.trees import tree_map
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import EnqueuerWarning, InvalidState
-from enqueuer.transport.block_map import mapping_at
+from enqueuer.transport.blocks import mapping_at
 
 if TYPE_CHECKING:
     from torch import Tensor
