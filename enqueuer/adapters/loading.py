@@ -35,7 +35,7 @@ from enqueuer.enqueuers.generator import GeneratorEnqueuer
 from enqueuer.enqueuers.run import STOP_S
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring.stats import Stats
-from enqueuer.workers.task_loop import Raised
+from enqueuer.workers.plan import Raised
 
 Batch = TypeVar("Batch")
 

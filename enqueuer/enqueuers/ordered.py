@@ -25,6 +25,7 @@ from enqueuer.enqueuers.options import (
 from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.collate import stack
+from enqueuer.workers.plan import MOST_THREADS
 from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import (
     is_async,
@@ -32,7 +33,7 @@ from enqueuer.workers.sources import (
     is_sequence,
     name_of,
 )
-from enqueuer.workers.task_loop import ASYNC_CONCURRENCY, MOST_THREADS
+from enqueuer.workers.task_loop import ASYNC_CONCURRENCY
 from enqueuer.workers.tasks import Counted, Indexable, TaskSource, length_of, why_no_elements
 
 T = TypeVar("T")

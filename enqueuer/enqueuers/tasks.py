@@ -26,8 +26,8 @@ from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, State
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.sequence import TaskOrder
 from enqueuer.workers.collate import stack
+from enqueuer.workers.plan import MOST_THREADS
 from enqueuer.workers.sources import iterate
-from enqueuer.workers.task_loop import MOST_THREADS
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
 
 # Stands in the backend for an error that has frames of the loop. The backend lives until it is

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from enqueuer.monitoring import meters
 from enqueuer.transport.memory import map_shared, open_nameless
-from enqueuer.workers.task_loop import MOST_THREADS
+from enqueuer.workers.plan import MOST_THREADS
 
 # Behind the words of its meter: number of items that were sent, the same before the epoch that the
 # worker runs, and the number of that epoch.

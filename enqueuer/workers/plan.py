@@ -13,7 +13,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from enqueuer.errors import BlockMemoryError, Closed, FrameworkUnavailable, StateMismatch
 from enqueuer.monitoring.meters import clock
@@ -25,7 +25,8 @@ from enqueuer.workers.tasks import TaskSource
 OnError = Literal["raise", "skip"] | Callable[[Exception], Any]
 """Handling of an exception: raise it, skip the item, or call a function for a replacement."""
 
-
+# A worker of processes has a claim for each of its tickets, and no job waits beside so many.
+MOST_THREADS = 1024
 # Places of what is done for all elements of a ticket at once.
 FETCHING, COLLATING = -1, -2
 
@@ -179,6 +180,22 @@ def skip_or_end(failure: Failure, sender: Sender, on_error: OnError) -> tuple[bo
             return False, None
     sender.send(replace(failure, skipped=True))
     return True, replacement
+
+
+class Raised:
+    """The outcome of an element, a sample or a batch that raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def reraise(self) -> NoReturn:
+        """Raise the exception, and forget it: its traceback must not refer to itself."""
+        error = self.error
+        del self.error
+        try:
+            raise error
+        finally:
+            del error
 
 
 def serve_failure(error: BaseException, shards: tuple[int, ...], channel: Any) -> None:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.errors import Closed
@@ -33,8 +33,10 @@ from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.plan import (
     COLLATING,
     FETCHING,
+    MOST_THREADS,
     Channel,
     Plan,
+    Raised,
     Sender,
     serve_failure,
     skip_or_end,
@@ -44,8 +46,6 @@ from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
 
 _log = logging.getLogger("enqueuer")
 
-# A worker of processes has a claim for each of its tickets, and no job waits beside so many.
-MOST_THREADS = 1024
 # Coroutines of an async function that run at once, if the user gave no number. If each waits for
 # 50 ms and computes for 3 ms, so many keep a CPU busy.
 ASYNC_CONCURRENCY = 16
@@ -78,22 +78,6 @@ def serve_tasks(plan: Plan, channel: Channel, enter: Callable[[Task], None] | No
             if enter is not do_nothing:
                 enter(Task(ticket.indices[0], ticket.epoch, source.random_seed))
             do(ticket)
-
-
-class Raised:
-    """The outcome of an element, a sample or a batch that raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def reraise(self) -> NoReturn:
-        """Raise the exception, and forget it: its traceback must not refer to itself."""
-        error = self.error
-        del self.error
-        try:
-            raise error
-        finally:
-            del error
 
 
 class TaskWork:

@@ -35,9 +35,9 @@ from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import collate
 from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
-from enqueuer.workers.plan import OnError, may_skip
+from enqueuer.workers.plan import OnError, Raised, may_skip
 from enqueuer.workers.shards import Shard, Task, seeds_of
-from enqueuer.workers.task_loop import Raised, snapshots_of
+from enqueuer.workers.task_loop import snapshots_of
 
 torch = framework("torch", "torch", "2.1")
 

@@ -41,7 +41,7 @@ from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.errors import EnqueuerWarning, InvalidState, StateMismatch
-from enqueuer.workers.task_loop import Raised
+from enqueuer.workers.plan import Raised
 
 torch = framework("torch", "torch", "2.1")
 
