@@ -189,7 +189,7 @@ def path_of_a_task() -> Drawing:
         "indices of elements,",
         "or elements",
     )
-    queue = drawing.box(280, 34, 170, "A queue", "thread/sender or", "transport/task_queue")
+    queue = drawing.box(280, 34, 170, "A queue", "thread/sender or", "transport/channel")
     worker = drawing.box(
         540,
         34,

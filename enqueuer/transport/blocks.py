@@ -43,6 +43,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 
 from enqueuer.errors import BlockMemoryError
+from enqueuer.transport.channel import INLINE_BYTES, NUMBER, SEGMENT, Kind
 from enqueuer.transport.item_codec import Buffer, Pieces
 from enqueuer.transport.memory import (
     MAP_OPTIONS,
@@ -51,7 +52,6 @@ from enqueuer.transport.memory import (
     map_shared,
     open_nameless,
 )
-from enqueuer.transport.protocol import INLINE_BYTES, NUMBER, SEGMENT, Kind
 
 # --- the worker -----------------------------------------------------------------------------------
 

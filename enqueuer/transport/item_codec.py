@@ -39,7 +39,7 @@ import numpy as np
 
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph, is_plain_tensor, tensor_class
 from enqueuer.errors import ItemNotPicklable
-from enqueuer.transport.protocol import INLINE_BYTES
+from enqueuer.transport.channel import INLINE_BYTES
 
 # numpy has no bfloat16 and no float8, so a tensor travels as numbers of the same size.
 _CARRIERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}

@@ -20,23 +20,27 @@ from typing import Any
 from enqueuer.errors import BlockMemoryError, ItemNotLoadable, TransportError
 from enqueuer.monitoring.meters import BYTES
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple
-from enqueuer.transport import item_codec, task_queue
+from enqueuer.transport import item_codec
 from enqueuer.transport.blocks import BlockMap
-from enqueuer.transport.errors import with_decoded_error
-from enqueuer.transport.memory import read_whole
-from enqueuer.transport.packets import Packets
-from enqueuer.transport.protocol import (
+from enqueuer.transport.channel import (
     CREDIT,
+    EPOCH,
     FRAME,
     NO_LIMIT,
     NUMBER,
     PACKET,
     RELEASED,
     SEGMENT,
+    SENT,
+    SENT_BEFORE,
+    TICKET,
     Credit,
     Kind,
+    Packets,
+    Status,
 )
-from enqueuer.transport.status import EPOCH, SENT, SENT_BEFORE, Status
+from enqueuer.transport.errors import with_decoded_error
+from enqueuer.transport.memory import read_whole
 
 
 class ReceiverControl:
@@ -85,7 +89,7 @@ class ReceiverControl:
 
     def assign(self, token: int, number: int, ticket: bytes) -> bool:
         """Send the worker a packed ticket of its own; return False if there is no room for it."""
-        return self.send(Kind.TASK, ticket, task_queue.HEAD.pack(token, number))
+        return self.send(Kind.TASK, ticket, TICKET.pack(token, number))
 
     def ask_to_stop(self) -> None:
         """Order the worker to exit. Idempotent."""

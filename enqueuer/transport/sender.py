@@ -25,13 +25,8 @@ from enqueuer.common.descriptors import close_in_children
 from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
-from enqueuer.transport import task_queue
 from enqueuer.transport.blocks import BlockWriter, Segment
-from enqueuer.transport.errors import with_encoded_error
-from enqueuer.transport.item_codec import Buffer, Encoder, Layouts, Pieces
-from enqueuer.transport.memory import read_whole
-from enqueuer.transport.packets import Packets, take
-from enqueuer.transport.protocol import (
+from enqueuer.transport.channel import (
     CREDIT,
     FRAME,
     INLINE_BYTES,
@@ -39,10 +34,17 @@ from enqueuer.transport.protocol import (
     NUMBER,
     PACKET,
     RELEASED,
+    TICKET,
     Credit,
     Kind,
+    Packets,
+    Status,
+    take,
+    unpack_ticket,
 )
-from enqueuer.transport.status import Status
+from enqueuer.transport.errors import with_encoded_error
+from enqueuer.transport.item_codec import Buffer, Encoder, Layouts, Pieces
+from enqueuer.transport.memory import read_whole
 
 # Records that are kept while the socket is full; more are counted and dropped.
 _MOST_RECORDS = 10_000
@@ -422,10 +424,10 @@ class ItemSender:
             if found is None:
                 control.sleep(also=task_socket.fileno())
                 continue
-            token, number = task_queue.HEAD.unpack_from(found[0])
+            token, number = TICKET.unpack_from(found[0])
             self.claim(token + 1)
             try:
-                return task_queue.unpack(*found)
+                return unpack_ticket(*found)
             except Exception as error:
                 # The user's class cannot be loaded here.
                 self.send(Failure(0, number, error))

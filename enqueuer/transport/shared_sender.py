@@ -21,8 +21,7 @@ from typing import Any
 from enqueuer.common.descriptors import own_sockets
 from enqueuer.monitoring.meters import Meter
 from enqueuer.order.messages import Empty, End, Failure, Ticket
-from enqueuer.transport import task_queue
-from enqueuer.transport.packets import take
+from enqueuer.transport.channel import TICKET, take, unpack_ticket
 from enqueuer.transport.sender import ItemSender
 from enqueuer.workers.plan import Sender
 from enqueuer.workers.task_loop import ElementThreads
@@ -137,14 +136,14 @@ class SharedSender:
 
     def _claimed(self, found: tuple[bytes, list[int]]) -> Ticket | None:
         """Claim a ticket and return it; None if it cannot be loaded here."""
-        token, number = task_queue.HEAD.unpack_from(found[0])
+        token, number = TICKET.unpack_from(found[0])
         # It may have been offered again.
         self._drop_claim(number)
         with self._claims_lock:
             claim = self._claims[number] = self._free.pop() if self._free else self._new_claim()
             claim(token + 1)
         try:
-            return task_queue.unpack(*found)
+            return unpack_ticket(*found)
         except Exception as error:
             # The user's class cannot be loaded here.
             self.send(Failure(0, number, error))

@@ -18,7 +18,7 @@ from enqueuer.backends.thread import inbox as inboxes
 from enqueuer.common.finalizers import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring.meters import PHASE, WAITING
-from enqueuer.transport.packets import Packets
+from enqueuer.transport.channel import Packets
 
 
 def forgotten(**options):

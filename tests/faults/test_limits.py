@@ -8,7 +8,7 @@ import pytest
 from helpers import METHODS, run_program, twelve
 
 from enqueuer import GeneratorEnqueuer
-from enqueuer.transport.protocol import Kind
+from enqueuer.transport.channel import Kind
 from enqueuer.transport.receiver import ReceiverControl
 
 BEGIN = """

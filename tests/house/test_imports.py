@@ -82,7 +82,7 @@ INNER = {
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),
     ("transport.receiver", "enqueuer"),
-    ("transport.task_queue", "enqueuer"),
+    ("transport.channel", "enqueuer"),
     ("workers.event_loop", "asyncio"),
 }
 

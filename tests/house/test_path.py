@@ -26,9 +26,9 @@ LARGE = 100_000  # numbers, 800 kB
 # Files, and functions, that may be passed on both sides.
 LIMITS = {
     ("batch", "threads"): (13, 56),
-    ("batch", "processes"): (17, 107),
+    ("batch", "processes"): (16, 107),
     ("task", "threads"): (15, 79),
-    ("task", "processes"): (20, 113),
+    ("task", "processes"): (18, 113),
 }
 
 

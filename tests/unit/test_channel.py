@@ -18,11 +18,9 @@ from enqueuer.monitoring.meters import PHASE, WAITING
 from enqueuer.order.messages import End, Epoch, Failure, Item, Start
 from enqueuer.transport import memory, receiver, sender
 from enqueuer.transport.blocks import BlockMap
-from enqueuer.transport.packets import Packets, pair
-from enqueuer.transport.protocol import PACKET, Credit, Kind
+from enqueuer.transport.channel import PACKET, Credit, Kind, Packets, Status, open_status, pair
 from enqueuer.transport.receiver import ItemReceiver, ReceiverControl
 from enqueuer.transport.sender import Account, ItemSender, send_ready
-from enqueuer.transport.status import Status, open_status
 
 LARGE = 50_000
 

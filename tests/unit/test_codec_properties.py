@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from enqueuer.common.descriptors import Descriptor
-from enqueuer.transport.packets import Packets, pair
-from enqueuer.transport.protocol import Credit
+from enqueuer.transport.channel import Credit, Packets, Status, open_status, pair
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.transport.sender import ItemSender, send_ready
-from enqueuer.transport.status import Status, open_status
 
 Pair = namedtuple("Pair", "a b")
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer.common.descriptors import close_in_children
-from enqueuer.transport.packets import Packets, pair
+from enqueuer.transport.channel import Packets, pair
 
 
 @pytest.fixture(params=[socket.SOCK_SEQPACKET, socket.SOCK_STREAM], ids=["seqpacket", "stream"])

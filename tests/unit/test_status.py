@@ -5,7 +5,7 @@ import multiprocessing
 from helpers import LIMIT
 
 from enqueuer.common.descriptors import Descriptor
-from enqueuer.transport.status import Records, Status, open_status
+from enqueuer.transport.channel import Records, Status, open_status
 
 
 def test_both_sides_see_the_same_records():

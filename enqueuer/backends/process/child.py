@@ -49,12 +49,10 @@ from enqueuer.backends.process.fork_server import (
 from enqueuer.backends.stall import encode_threads
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
+from enqueuer.transport.channel import Credit, Packets, Status, packets_of
 from enqueuer.transport.memory import read_payload
-from enqueuer.transport.packets import Packets, packets_of
-from enqueuer.transport.protocol import Credit
 from enqueuer.transport.sender import ItemSender, send_ready
 from enqueuer.transport.shared_sender import SharedSender
-from enqueuer.transport.status import Status
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure

@@ -17,8 +17,7 @@ from typing import Any
 from enqueuer.backends.pool import HAS_ENDED, Dispatch
 from enqueuer.backends.process.handle import ProcessWorker
 from enqueuer.order.messages import Ticket
-from enqueuer.transport import task_queue
-from enqueuer.transport.task_queue import TaskQueue
+from enqueuer.transport.channel import TaskQueue, pack_ticket
 
 # Tokens that are kept, beside as many as are needed, before some are forgotten.
 _MOST_TOKENS = 1000
@@ -59,7 +58,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._queue.close()
 
     def pack(self, tickets: Sequence[Ticket]) -> Sequence[bytes]:
-        return [task_queue.pack(ticket, self._known) for ticket in tickets]
+        return [pack_ticket(ticket, self._known) for ticket in tickets]
 
     def offer(self, numbers: Sequence[int], packed: Sequence[bytes]) -> None:
         self._unsent.extend(zip(numbers, packed, strict=True))

@@ -30,7 +30,7 @@ from typing import Any
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.errors import StartError
-from enqueuer.transport.packets import Packets, pair
+from enqueuer.transport.channel import Packets, pair
 from enqueuer.workers import native
 
 # What the server answers to a request: the pid of the child, or an errno times -1; then, once the

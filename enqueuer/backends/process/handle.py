@@ -57,12 +57,17 @@ from enqueuer.errors import ElementTimeout, StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.order.messages import Epoch, Failure
+from enqueuer.transport.channel import (
+    Credit,
+    Packets,
+    Status,
+    TaskQueue,
+    open_status,
+    pair,
+    send_descriptors,
+)
 from enqueuer.transport.memory import write_payload
-from enqueuer.transport.packets import Packets, pair, send_descriptors
-from enqueuer.transport.protocol import Credit
 from enqueuer.transport.receiver import ItemReceiver
-from enqueuer.transport.status import Status, open_status
-from enqueuer.transport.task_queue import TaskQueue
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.plan import COLLATING, FETCHING

@@ -55,7 +55,7 @@ from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
 from enqueuer.order.messages import Epoch, Failure, Ticket
-from enqueuer.transport import task_queue
+from enqueuer.transport.channel import pack_ticket
 from enqueuer.workers import logs
 from enqueuer.workers.remote import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
@@ -306,7 +306,7 @@ class ActorDispatch(Dispatch[Actor]):
         self._waiting: deque[tuple[int, bytes]] = deque()
 
     def pack(self, tickets: Sequence[Ticket]) -> Sequence[bytes]:
-        return [task_queue.pack(ticket, self.known) for ticket in tickets]
+        return [pack_ticket(ticket, self.known) for ticket in tickets]
 
     def offer(self, numbers: Sequence[int], packed: Sequence[bytes]) -> None:
         with self._lock:
