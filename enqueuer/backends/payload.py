@@ -35,8 +35,8 @@ from enqueuer.common.references import codes_in
 from enqueuer.common.sizes import OUT_OF_BAND_BYTES
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
-from enqueuer.transport.culprit import find_culprit, parts_of
 from enqueuer.transport.definitions import Pickler, held_by_modules, program_of
+from enqueuer.transport.errors import find_culprit, parts_of
 from enqueuer.transport.item_codec import reduce_tensor
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.settings import Initializer, Settings, used_values

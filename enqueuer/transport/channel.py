@@ -472,8 +472,8 @@ def pack_ticket(ticket: Ticket, known: Mapping[str, Any] | None) -> bytes:
     except Exception:
         pass
     # Most programs never need them, and their import takes some milliseconds.
-    from enqueuer.transport.culprit import find_culprit
     from enqueuer.transport.definitions import dumps
+    from enqueuer.transport.errors import find_culprit
 
     try:
         return dumps(ticket, known=known or {}, by_name=known is None)

@@ -1,8 +1,9 @@
-"""An error <-> bytes, with its traceback, causes and notes.
+"""Errors between processes: how one travels, and a message about an object that cannot travel.
 
     encode_error(error) -> bytes                   decode_error(bytes) -> the error
+    find_culprit("item", {"x": [lock]}) -> ("item['x'][0]", lock)
 
-Errors go by tblib. Four of its traps are avoided:
+An error has its traceback, causes and notes. It goes by tblib. Four of its traps are avoided:
 
 - It is never installed, since that would change how all exceptions of the process are pickled.
 - A class with an `__init__` in C keeps its arguments.
@@ -20,22 +21,24 @@ import ast
 import builtins
 import dataclasses
 import functools
+import inspect
 import io
 import itertools
 import pickle
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, TracebackType
 from typing import Any, NamedTuple
 
 from tblib import pickling_support
 
-from enqueuer.common.text import str_of
+from enqueuer.common.text import an, str_of
+from enqueuer.common.trees import attributes_of, members_of
 from enqueuer.errors import WorkerError
 from enqueuer.order.messages import Empty, End, Failure
-from enqueuer.transport.culprit import name_of
+from enqueuer.workers.event_loop import NOT_AWAITED
 
 
 class Place(NamedTuple):
@@ -145,7 +148,7 @@ def text_of(error: BaseException) -> str:
 
 def message_of(error: BaseException) -> str:
     """Return the class of an error and its text."""
-    return f"{name_of(type(error))}: {str_of(error)}"
+    return f"{_name_of(type(error))}: {str_of(error)}"
 
 
 def encode_error(error: BaseException) -> bytes:
@@ -272,3 +275,70 @@ def _picklers_by_value() -> tuple[Any, Any]:
             return super().reducer_override(obj)
 
     return PicklerByValue, LonePickler
+
+
+# --- what cannot be pickled -----------------------------------------------------------------------
+
+# Steps into a nest; a message that names more of them is too long to help.
+_DEEPEST_CULPRIT = 100
+
+
+def describe_culprit(value: object, error: BaseException) -> str:
+    """Return a sentence that says which part of an item cannot be pickled, and why."""
+    path, part = find_culprit("item", value)
+    if inspect.iscoroutine(part):
+        # Otherwise Python warns of it.
+        part.close()
+        return f"{path} is {NOT_AWAITED}"
+    return (
+        f"{path} is {an(_name_of(type(part)))}, which cannot be sent between processes ({error}); "
+        "yield arrays and plain data, or use backend='thread', which pickles nothing"
+    )
+
+
+def find_culprit(
+    path: str,
+    value: object,
+    parts: Callable[[object], Iterable[tuple[str, object]]] | None = None,
+    can_send: Callable[[object], bool] | None = None,
+) -> tuple[str, object]:
+    """Return the smallest part of `value` that cannot be pickled, and where it is.
+
+    Args:
+        path: Name of `value`.
+        value: Object that cannot be pickled.
+        parts: Function that returns the parts of a value, each with the step to it, which is
+            appended to the path; `parts_of` by default.
+        can_send: Function that tells whether a part can be pickled; `is_picklable` by default.
+    """
+    # Only messages need it, and its import takes some milliseconds.
+    from enqueuer.transport.definitions import is_picklable
+
+    # A nest may contain itself.
+    seen: set[int] = set()
+    while len(seen) < _DEEPEST_CULPRIT:
+        seen.add(id(value))
+        for step, part in (parts or parts_of)(value):
+            if id(part) not in seen and not (can_send or is_picklable)(part):
+                path, value = path + step, part
+                break
+        else:
+            break
+    return path, value
+
+
+def parts_of(value: object) -> Iterable[tuple[str, object]]:
+    """Return the parts of a container, or the attributes of an object, with the step to each."""
+    if isinstance(value, (dict, list, tuple)):
+        members = members_of(value) or {}
+        return [(f"[{key!r}]", part) for key, part in members.items()]
+    if isinstance(value, (type, FunctionType)):
+        return []
+    return [(f".{name}", part) for name, part in attributes_of(value).items()]
+
+
+def _name_of(kind: type) -> str:
+    """Return the full name of a class; a built-in one without its module."""
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"

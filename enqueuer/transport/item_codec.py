@@ -205,8 +205,8 @@ class Encoder:
 
     def _by_value(self, value: object) -> bytes:
         # Few items need these two, whose import takes some milliseconds of the first start.
-        from enqueuer.transport.culprit import describe_culprit
         from enqueuer.transport.definitions import dumps
+        from enqueuer.transport.errors import describe_culprit
 
         try:
             return dumps(value, buffer_callback=self._keep_in_band)

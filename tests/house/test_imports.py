@@ -77,7 +77,6 @@ INNER = {
     ("common.checks", "difflib"),
     ("common.extras", "importlib"),
     ("monitoring.trace", "json"),
-    ("transport.culprit", "enqueuer"),
     ("transport.errors", "enqueuer"),
     ("transport.item_codec", "enqueuer"),
     ("transport.memory", "tempfile"),

@@ -10,7 +10,7 @@ import pytest
 from enqueuer.common.sizes import size_of
 from enqueuer.common.trees import attributes_of, columns_of, tree_map
 from enqueuer.monitoring.duplicates import digest
-from enqueuer.transport.culprit import find_culprit
+from enqueuer.transport.errors import find_culprit
 from enqueuer.workers.collate import stack
 
 Point = namedtuple("Point", "x y")
