@@ -51,8 +51,7 @@ from enqueuer.common.descriptors import Descriptor, close_in_children
 from enqueuer.monitoring import usage
 from enqueuer.transport.channel import Credit, Packets, Status, packets_of
 from enqueuer.transport.memory import read_payload
-from enqueuer.transport.sender import ItemSender, send_ready
-from enqueuer.transport.shared_sender import SharedSender
+from enqueuer.transport.sender import ItemSender, SharedSender, send_ready
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
