@@ -36,7 +36,7 @@ from enqueuer.adapters.ranks import Ranks, TrainerNames
 from enqueuer.adapters.torch.loader import as_tensors
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.common.trees import tree_map
+from enqueuer.common.objects import tree_map
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 
 __all__ = ["CudaDataLoader"]

@@ -14,7 +14,7 @@ import numpy as np
 from enqueuer.adapters.loading import Loader, PrefetchReader
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.common.trees import tree_map
+from enqueuer.common.objects import tree_map
 
 __all__ = ["JaxLoader"]
 

@@ -20,7 +20,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from enqueuer.backends.stall import warn
-from enqueuer.common.references import is_library, parts_of
+from enqueuer.common.objects import is_library, referred_by
 from enqueuer.common.text import an
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.duplicates import Digest, digest
@@ -154,7 +154,7 @@ def _reached(source: Source | TaskSource) -> Iterator[Step]:
             yield path, value
             # Of a class of an extension module it may be no text.
             if not str(type(value).__module__).startswith(_UNSEEN):
-                left.extend((path + step, part) for step, part in parts_of(value))
+                left.extend((path + step, part) for step, part in referred_by(value))
 
 
 def _is_open_file(value: Any) -> bool:

@@ -31,8 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from enqueuer.backends.pool import NoRoom
 from enqueuer.common.descriptors import Descriptor, close_in_children
-from enqueuer.common.references import codes_in
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.objects import OUT_OF_BAND_BYTES, codes_in
 from enqueuer.common.text import an
 from enqueuer.errors import SourceNotPicklable
 from enqueuer.transport.definitions import Pickler, held_by_modules, program_of

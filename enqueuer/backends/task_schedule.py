@@ -22,7 +22,7 @@ from typing import Any, Generic
 from enqueuer.backends.lifecycle import DeathPlace
 from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
 from enqueuer.backends.shard_schedule import waiting_in
-from enqueuer.common.sizes import size_of
+from enqueuer.common.objects import size_of
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 from enqueuer.order.sequence import Order, Results, TaskOrder
 

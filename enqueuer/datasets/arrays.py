@@ -22,8 +22,8 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from enqueuer.common import checks
+from enqueuer.common.objects import tree_map
 from enqueuer.common.text import an
-from enqueuer.common.trees import tree_map
 from enqueuer.datasets.epochs import ShardBatches, take_rows
 from enqueuer.errors import DataFileError
 from enqueuer.workers.shards import Shard

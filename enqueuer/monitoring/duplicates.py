@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import is_in_memory
-from enqueuer.common.trees import attributes_of
+from enqueuer.common.objects import attributes_of, is_in_memory
 
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2

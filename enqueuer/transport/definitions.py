@@ -44,8 +44,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from enqueuer.common.references import parts_of
-from enqueuer.common.sizes import check_graph
+from enqueuer.common.objects import check_graph, referred_by
 from enqueuer.workers.remote import is_fork_of_program
 
 # Reentrant, as the garbage collector may run under it, and loading what is left does.
@@ -503,7 +502,7 @@ def announce(value: object) -> None:
             seen.add(id(part))
             if isinstance(part, (type, FunctionType)) and "<locals>" in part.__qualname__:
                 _id_of(part)
-            waiting.extend(other for _, other in parts_of(part))
+            waiting.extend(other for _, other in referred_by(part))
 
 
 # Objects that are looked at for local definitions; those of a usual source are some dozens.

@@ -34,8 +34,8 @@ from typing import Any, NamedTuple
 
 from tblib import pickling_support
 
+from enqueuer.common.objects import attributes_of, members_of
 from enqueuer.common.text import an, str_of
-from enqueuer.common.trees import attributes_of, members_of
 from enqueuer.errors import WorkerError
 from enqueuer.order.messages import Empty, End, Failure
 from enqueuer.workers.event_loop import NOT_AWAITED

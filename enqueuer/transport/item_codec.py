@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES, check_graph, is_plain_tensor, tensor_class
+from enqueuer.common.objects import OUT_OF_BAND_BYTES, check_graph, is_plain_tensor, tensor_class
 from enqueuer.errors import ItemNotPicklable
 from enqueuer.transport.channel import INLINE_BYTES
 

@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import DTypeLike
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.objects import OUT_OF_BAND_BYTES
 
 Maker = Callable[[Sequence[SupportsIndex], np.dtype[Any]], np.ndarray]
 

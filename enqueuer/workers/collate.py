@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES, is_plain_tensor, tensor_class
-from enqueuer.common.trees import columns_of, with_members
+from enqueuer.common.objects import (
+    OUT_OF_BAND_BYTES,
+    columns_of,
+    is_plain_tensor,
+    tensor_class,
+    with_members,
+)
 from enqueuer.workers.arrays import empty
 
 _layout_of = operator.attrgetter("__class__", "dtype", "requires_grad")

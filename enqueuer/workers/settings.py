@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
-from enqueuer.common.references import codes_in, parts_of
+from enqueuer.common.objects import codes_in, referred_by
 from enqueuer.errors import StartError
 from enqueuer.workers.remote import after_import, on_import
 
@@ -278,7 +278,7 @@ class _Walk:
             names = ("__func__", "__self__", "fget", "func", "__wrapped__")
             self.waiting += [getattr(value, name, None) for name in names]
         elif not _is_plain(value):
-            self.waiting += [part for _, part in parts_of(value)]
+            self.waiting += [part for _, part in referred_by(value)]
 
     def _look_into_class(self, kind: type) -> None:
         is_own = _is_own(sys.modules.get(kind.__module__))

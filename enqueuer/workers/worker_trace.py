@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.common.objects import SAMPLED, size_of
 from enqueuer.monitoring.trace import Row, TraceTarget, text_of
 from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers import loop

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from enqueuer import ItemNotPicklable, WorkerError
-from enqueuer.common.sizes import OUT_OF_BAND_BYTES
+from enqueuer.common.objects import OUT_OF_BAND_BYTES
 from enqueuer.transport import errors, item_codec
 
 Pair = collections.namedtuple("Pair", "a b")

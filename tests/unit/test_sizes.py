@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.common.objects import SAMPLED, size_of
 
 KILO = np.zeros(1000, np.uint8)
 

@@ -7,8 +7,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from enqueuer.common.sizes import size_of
-from enqueuer.common.trees import attributes_of, columns_of, tree_map
+from enqueuer.common.objects import attributes_of, columns_of, size_of, tree_map
 from enqueuer.monitoring.duplicates import digest
 from enqueuer.transport.errors import find_culprit
 from enqueuer.workers.collate import stack

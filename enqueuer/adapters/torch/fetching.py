@@ -28,7 +28,7 @@ import numpy as np
 
 from enqueuer.adapters.torch.position import GLOBAL, holds_generator
 from enqueuer.common.extras import framework
-from enqueuer.common.sizes import is_plain_tensor
+from enqueuer.common.objects import is_plain_tensor
 from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error

@@ -18,8 +18,8 @@ from enqueuer.adapters.loading import Loader
 from enqueuer.adapters.ranks import Ranks, TrainerNames
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
+from enqueuer.common.objects import tree_map
 from enqueuer.common.text import an
-from enqueuer.common.trees import tree_map
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import EnqueuerWarning, InvalidState

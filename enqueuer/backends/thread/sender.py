@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.stall import warn
 from enqueuer.backends.thread.inbox import ThreadInbox
-from enqueuer.common.sizes import SAMPLED, size_of
+from enqueuer.common.objects import SAMPLED, size_of
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter
