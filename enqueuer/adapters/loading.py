@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enqueuer.backends.lifecycle import forget
 from enqueuer.common import checks
-from enqueuer.common.finalizers import Finalizer
+from enqueuer.common.interrupts import Finalizer
 from enqueuer.common.text import an
 from enqueuer.enqueuers.enqueuer import BaseEnqueuer, core_of
 from enqueuer.enqueuers.generator import GeneratorEnqueuer

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.errors import InvalidState
 from enqueuer.workers import logs
 

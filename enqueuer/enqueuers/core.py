@@ -26,7 +26,7 @@ from typing import TypeVar
 from enqueuer import exports
 from enqueuer.backends.load import Backend
 from enqueuer.backends.stall import DeadlineExpired, warn
-from enqueuer.common import finalizers, interrupts
+from enqueuer.common import interrupts
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import STOP_S, Locks, OwnedBackends, Run, State, next_workers
@@ -212,7 +212,7 @@ class Core:
         except BaseException:
             self.reader, workload.options = before
             is_main = threading.current_thread() is threading.main_thread()
-            if finalizers.is_at_exit.is_set() and not is_main:
+            if interrupts.is_at_exit.is_set() and not is_main:
                 # The main thread ends what was started, and this thread ends with the interpreter.
                 raise SystemExit from None
             self.owned.stop(STOP_S)

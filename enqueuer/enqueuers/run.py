@@ -35,7 +35,7 @@ from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forge
 from enqueuer.backends.load import Backend, load
 from enqueuer.backends.stall import DeadlineExpired, WaitLimits
 from enqueuer.common import interrupts
-from enqueuer.common.finalizers import Finalizer
+from enqueuer.common.interrupts import Finalizer
 from enqueuer.enqueuers.failures import FailurePolicy
 from enqueuer.enqueuers.options import Options
 from enqueuer.errors import Closed, InvalidState

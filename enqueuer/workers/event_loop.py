@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.workers.shards import CaughtError, Shard, collect_reports
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from itertools import chain, islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.errors import Closed
 from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.monitoring.meters import WAITING, Meter, clock

@@ -15,7 +15,7 @@ from helpers import LIMIT, METHODS, collect_until, counting, start_method_of, wa
 
 from enqueuer import BlockMemoryError, GeneratorEnqueuer, OrderedEnqueuer, Processes
 from enqueuer.backends.thread import inbox as inboxes
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring.meters import PHASE, WAITING
 from enqueuer.transport.channel import Packets

@@ -9,8 +9,8 @@ import pytest
 from helpers import LIMIT, collect_until, run_program
 from strikes import Alarm, Strike
 
-from enqueuer.common import finalizers
-from enqueuer.common.finalizers import Finalizer
+from enqueuer.common import interrupts
+from enqueuer.common.interrupts import Finalizer
 
 
 class Owner:
@@ -19,9 +19,9 @@ class Owner:
 
 @pytest.fixture(autouse=True)
 def none_left():
-    before = set(finalizers.pending)
+    before = set(interrupts.pending)
     yield
-    assert set(finalizers.pending) == before
+    assert set(interrupts.pending) == before
 
 
 def test_the_function_is_called_when_its_owner_is_garbage():
@@ -62,7 +62,7 @@ def test_an_interrupt_at_any_place_does_not_keep_the_function_from_being_called(
             break
         assert not strike.raised
         assert set(called) == {nth}, strike.where
-        assert finalizers.pending == {}, strike.where
+        assert interrupts.pending == {}, strike.where
     assert nth > 5
 
 
@@ -148,7 +148,7 @@ def test_a_forked_child_leaves_to_its_parent_what_was_missed():
 
 def test_functions_are_called_at_exit_the_newest_first(tmp_path):
     text = """
-        from enqueuer.common.finalizers import Finalizer
+        from enqueuer.common.interrupts import Finalizer
 
         class Owner:
             pass

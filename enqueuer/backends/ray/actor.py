@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from enqueuer.backends.pool import Stack
 from enqueuer.backends.ray.channel import Ended, Frame, Outbox, Ready, TotalCredit
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import BYTES, WorkerStats, clock, worker_stats
 from enqueuer.order.messages import Epoch

@@ -50,7 +50,7 @@ from enqueuer.backends.ray.channel import Ended, Frame, RayInbox, Ready, TotalCr
 from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
 from enqueuer.backends.stall import warn
 from enqueuer.backends.thread.inbox import UNBOUNDED
-from enqueuer.common import finalizers, interrupts
+from enqueuer.common import interrupts
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
@@ -407,7 +407,7 @@ class RayPool(WorkerPool[Actor]):
         self._settings = program_settings()
         ray = self.session.join()
         # Ray's own function ends the actors, and was registered just now.
-        finalizers.call_first_at_exit()
+        interrupts.call_first_at_exit()
         self._class = ray.remote(concurrency_groups=GROUPS)(RayWorker).options(
             **{"scheduling_strategy": "SPREAD", **job.ray.options}
         )
@@ -446,7 +446,7 @@ class RayPool(WorkerPool[Actor]):
         inbox.grant = actor.grant
         actor.order("work", group="work")
         # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
-        actor.thread = finalizers.WorkerThread(
+        actor.thread = interrupts.WorkerThread(
             target=actor.receive, name=f"enqueuer-ray-{index}", daemon=True
         )
         actor.thread.start()

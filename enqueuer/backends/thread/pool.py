@@ -29,7 +29,7 @@ from enqueuer.backends.stall import stacks_of_threads, warn_of_hanging
 from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
 from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
-from enqueuer.common.finalizers import WorkerThread
+from enqueuer.common.interrupts import WorkerThread
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace import TraceTarget
