@@ -153,7 +153,7 @@ def path_of_a_batch() -> Drawing:
         34,
         260,
         "A sender",
-        "thread/sender,",
+        "thread_channel,",
         "transport/sender or ray/actor",
         fill=WORKER,
     )
@@ -189,7 +189,7 @@ def path_of_a_task() -> Drawing:
         "indices of elements,",
         "or elements",
     )
-    queue = drawing.box(280, 34, 170, "A queue", "thread/sender or", "transport/channel")
+    queue = drawing.box(280, 34, 170, "A queue", "thread_channel or", "transport/channel")
     worker = drawing.box(
         540,
         34,

@@ -36,12 +36,12 @@ from enqueuer.workers.arrays import empty, empty_like
 from enqueuer.workers.shards import Shard, Task
 
 if TYPE_CHECKING:
-    from enqueuer.backends.thread.buffer import Buffer
+    from enqueuer.buffer import Buffer
     from enqueuer.enqueuers.failures import replay
     from enqueuer.enqueuers.generator import GeneratorEnqueuer, prefetch
     from enqueuer.enqueuers.options import Auto, Processes, Ray
     from enqueuer.enqueuers.ordered import OrderedEnqueuer, imap
-    from enqueuer.generators.mixing import mix
+    from enqueuer.mixing import mix
     from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
     from enqueuer.order.ranks import merge_states
@@ -96,7 +96,7 @@ __all__ = [
 _MODULES = {
     "Auto": "enqueuers.options",
     "Bottleneck": "monitoring.stats",
-    "Buffer": "backends.thread.buffer",
+    "Buffer": "buffer",
     "GeneratorEnqueuer": "enqueuers.generator",
     "OrderedEnqueuer": "enqueuers.ordered",
     "Processes": "enqueuers.options",
@@ -105,7 +105,7 @@ _MODULES = {
     "WorkerStats": "monitoring.meters",
     "imap": "enqueuers.ordered",
     "merge_states": "order.ranks",
-    "mix": "generators.mixing",
+    "mix": "mixing",
     "prefetch": "enqueuers.generator",
     "replay": "enqueuers.failures",
 }

@@ -2,7 +2,7 @@
 
 import os
 
-from enqueuer.backends.thread.sender import ThreadSender
+from enqueuer.backends.thread_channel import ThreadSender
 from enqueuer.order.messages import End, Failure, Item
 
 _send, _send_item = ThreadSender.send, ThreadSender.send_item

@@ -25,8 +25,7 @@ from enqueuer.backends.pool import (
     WorkerState,
 )
 from enqueuer.backends.stall import warn_of_hanging
-from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox
-from enqueuer.backends.thread.sender import ThreadSender, WorkQueue
+from enqueuer.backends.thread_channel import UNBOUNDED, ThreadInbox, ThreadSender, WorkQueue
 from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError
 from enqueuer.monitoring.meters import WAITING, WorkerStats, clock, worker_stats

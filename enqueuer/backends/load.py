@@ -23,7 +23,7 @@ from enqueuer.workers.tasks import TaskSource
 Backend: TypeAlias = Engine[Any]
 
 _POOLS = {
-    "thread": ("enqueuer.backends.thread.pool", "ThreadPool"),
+    "thread": ("enqueuer.backends.thread_pool", "ThreadPool"),
     "process": ("enqueuer.backends.process.pool", "ProcessPool"),
     "ray": ("enqueuer.backends.ray.pool", "RayPool"),
 }

@@ -29,10 +29,8 @@ from enqueuer.workers.event_loop import ThreadSnapshot
 _FOREVER_S = 1e6
 
 _HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-# Folders whose files call the user's code in a worker.
-_CALLERS = tuple(
-    _HOUSE + name + os.sep for name in ("workers", "generators", "datasets", "adapters")
-)
+# Folders and files that call the user's code in a worker.
+_CALLERS = tuple(_HOUSE + name for name in ("workers", "mixing.py", "datasets", "adapters"))
 _IDLE = {
     "next_epoch": "has done all of this epoch",
     "next_ticket": "waits for a task",

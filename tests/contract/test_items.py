@@ -12,9 +12,8 @@ import pytest
 from helpers import LIMIT, wait_until
 
 from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
-from enqueuer.backends.thread import sender as thread_sender
-from enqueuer.backends.thread.inbox import ThreadInbox
-from enqueuer.backends.thread.sender import WorkQueue
+from enqueuer.backends import thread_channel
+from enqueuer.backends.thread_channel import ThreadInbox, WorkQueue
 from enqueuer.monitoring import duplicates
 
 LARGE = 50_000
@@ -293,14 +292,14 @@ def test_a_loop_may_change_what_it_has(no_warnings):
 
 def test_a_loop_may_take_and_change_a_batch_while_that_is_looked_at(no_warnings, monkeypatch):
     inbox = ThreadInbox(4)
-    sender = thread_sender.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
+    sender = thread_channel.ThreadSender(0, inbox, WorkQueue(), WorkQueue(), measured=False)
 
     def digest(batch):
         for _ in inbox.take(1):
             batch += 1
         return duplicates.digest(batch)
 
-    monkeypatch.setattr(thread_sender, "digest", digest)
+    monkeypatch.setattr(thread_channel, "digest", digest)
     for number in range(4):
         sender.send_item(0, number, np.zeros(3))
 

@@ -8,7 +8,7 @@ import pytest
 from helpers import Resumable, rest_of, taken
 
 from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
-from enqueuer.generators.mixing import Turns
+from enqueuer.mixing import Turns
 
 THREADS = {"backend": "thread"}
 WEIGHTS = [[1, 1], [3, 1], [0.7, 0.2, 0.1], [5, 3, 1, 1], [1] * 9, [100, 1], [0.123, 4.5, 2.7]]

@@ -10,7 +10,7 @@ import pytest
 from helpers import LIMIT, timeout_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, WorkerError
-from enqueuer.backends.thread.inbox import wait_for_any
+from enqueuer.backends.thread_channel import wait_for_any
 from enqueuer.enqueuers.enqueuer import core_of
 
 AT = 40  # an item behind the first 16, each of which is weighed

@@ -12,7 +12,7 @@ import pytest
 from helpers import METHODS, alive, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, WorkerDied
-from enqueuer.backends.thread.sender import ThreadSender
+from enqueuer.backends.thread_channel import ThreadSender
 from enqueuer.order.messages import Failure
 from enqueuer.transport.sender import ItemSender
 

@@ -14,7 +14,7 @@ import pytest
 from helpers import LIMIT, METHODS, collect_until, counting, start_method_of, wait_until
 
 from enqueuer import BlockMemoryError, GeneratorEnqueuer, OrderedEnqueuer, Processes
-from enqueuer.backends.thread import inbox as inboxes
+from enqueuer.backends import thread_channel
 from enqueuer.common.interrupts import WorkerThread
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.monitoring.meters import PHASE, WAITING
@@ -71,7 +71,7 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
                 gc.collect()
             super().append(item)
 
-    monkeypatch.setattr(inboxes, "deque", Collecting)
+    monkeypatch.setattr(thread_channel, "deque", Collecting)
     gc.disable()
     try:
         enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
@@ -124,7 +124,7 @@ def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiti
         (worker,) = core_of(enqueuer).run.backend.pool.workers
         inbox, thread = worker.inbox, worker.thread
         wait_until(lambda: waits_for_room(worker))
-        monkeypatch.setattr("enqueuer.backends.thread.inbox.SimpleQueue", collecting)
+        monkeypatch.setattr("enqueuer.backends.thread_channel.SimpleQueue", collecting)
         del enqueuer, batches
         armed.set()
         # This makes room for one, so the worker sees that there is none for the next one.

@@ -11,7 +11,7 @@ from helpers import LIMIT, alive, counting, run_program, wait_until
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.adapters.loading import Loader
 from enqueuer.backends.process.pool import ProcessPool
-from enqueuer.backends.thread.pool import ThreadPool
+from enqueuer.backends.thread_pool import ThreadPool
 from enqueuer.enqueuers.enqueuer import core_of
 
 

@@ -17,7 +17,7 @@ RANKS = [
     ["adapters", "datasets"],
     ["enqueuers"],
     ["backends"],
-    ["transport", "generators"],
+    ["transport", "mixing", "buffer"],
     ["workers"],
     ["exports"],
     ["monitoring", "order"],

@@ -6,7 +6,7 @@ from queue import Empty, Full
 import pytest
 from helpers import LIMIT
 
-import enqueuer.backends.thread.buffer
+import enqueuer.buffer
 from enqueuer import Buffer, Closed
 
 
@@ -117,7 +117,7 @@ def test_spurious_wake_ups_do_no_harm(monkeypatch):
                 return True
             return super().wait(timeout)
 
-    monkeypatch.setattr(enqueuer.backends.thread.buffer.threading, "Condition", Jumpy)
+    monkeypatch.setattr(enqueuer.buffer.threading, "Condition", Jumpy)
     buffer = Buffer(1)
     items = []
     thread = started(lambda: items.extend(buffer))

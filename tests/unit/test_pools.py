@@ -14,7 +14,7 @@ DISPATCHES = {
     "inline": ("inline", "InlineDispatch"),
     "process": ("process.dispatch", "QueueDispatch"),
     "ray": ("ray.pool", "ActorDispatch"),
-    "thread": ("thread.pool", "ThreadDispatch"),
+    "thread": ("thread_pool", "ThreadDispatch"),
 }
 
 

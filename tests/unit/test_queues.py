@@ -6,7 +6,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from enqueuer.backends.thread.inbox import get_until
+from enqueuer.backends.thread_channel import get_until
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1.0, -0.001])

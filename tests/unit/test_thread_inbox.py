@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import pytest
 from helpers import LIMIT, wait_until
 
-from enqueuer.backends.thread import inbox as inbox_module
-from enqueuer.backends.thread.inbox import ThreadInbox, get_until, wait_for_any
+from enqueuer.backends import thread_channel
+from enqueuer.backends.thread_channel import ThreadInbox, get_until, wait_for_any
 from enqueuer.errors import Closed
 from enqueuer.monitoring.meters import Meter
 from enqueuer.order.messages import End
@@ -40,7 +40,7 @@ def test_a_handler_may_close_an_inbox_that_wakes_a_worker(monkeypatch):
     inbox.put((0, 0, "a", None), 0, Meter())
 
     def put():
-        monkeypatch.setattr(inbox_module, "SimpleQueue", ClosingGate)
+        monkeypatch.setattr(thread_channel, "SimpleQueue", ClosingGate)
         with pytest.raises(Closed):
             inbox.put((0, 1, "b", None), 0, Meter())
         ends.append("closed")
@@ -143,7 +143,7 @@ def test_a_loop_that_waits_for_one_item_is_woken_by_that_one_only(monkeypatch):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         return frame.f_code is get_until.__code__ and "source.get(" in line
 
-    monkeypatch.setattr(inbox_module, "SimpleQueue", make)
+    monkeypatch.setattr(thread_channel, "SimpleQueue", make)
     inbox, meter = ThreadInbox(max_size=10), Meter()
     loop = threading.Thread(target=wait_for_any, args=((inbox,), None, 1))
     loop.start()

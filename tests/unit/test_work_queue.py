@@ -5,7 +5,7 @@ import threading
 import pytest
 from helpers import LIMIT, wait_until
 
-from enqueuer.backends.thread.sender import WorkQueue
+from enqueuer.backends.thread_channel import WorkQueue
 from enqueuer.monitoring.meters import IDLE, PHASE, Meter
 
 THREADS = 4

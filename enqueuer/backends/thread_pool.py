@@ -26,8 +26,14 @@ from enqueuer.backends.pool import (
     WorkerState,
 )
 from enqueuer.backends.stall import stacks_of_threads, warn_of_hanging
-from enqueuer.backends.thread.inbox import UNBOUNDED, ThreadInbox, wait_for_any
-from enqueuer.backends.thread.sender import EXIT, ThreadSender, WorkQueue
+from enqueuer.backends.thread_channel import (
+    EXIT,
+    UNBOUNDED,
+    ThreadInbox,
+    ThreadSender,
+    WorkQueue,
+    wait_for_any,
+)
 from enqueuer.common import interrupts
 from enqueuer.common.interrupts import WorkerThread
 from enqueuer.monitoring import usage

@@ -1,1 +1,0 @@
-"""Workers as threads."""

@@ -1,1 +1,0 @@
-"""What an enqueuer does with the samples of a generator: shuffling, batching, mixing."""
