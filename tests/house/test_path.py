@@ -28,7 +28,7 @@ LIMITS = {
     ("batch", "threads"): (12, 56),
     ("batch", "processes"): (16, 107),
     ("task", "threads"): (14, 79),
-    ("task", "processes"): (18, 113),
+    ("task", "processes"): (17, 113),
 }
 
 

@@ -12,7 +12,7 @@ from enqueuer.backends import load, pool
 POOLS = {**load._POOLS, "inline": load._INLINE}
 DISPATCHES = {
     "inline": ("inline", "InlineDispatch"),
-    "process": ("process.dispatch", "QueueDispatch"),
+    "process": ("process.pool", "QueueDispatch"),
     "ray": ("ray.pool", "ActorDispatch"),
     "thread": ("thread_pool", "ThreadDispatch"),
 }
