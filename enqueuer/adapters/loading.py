@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from enqueuer.backends.lifecycle import forget
+from enqueuer.backends.pool import forget
 from enqueuer.common import checks
 from enqueuer.common.interrupts import Finalizer
 from enqueuer.common.text import an

@@ -21,8 +21,16 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import DeathPlace, Restarts
-from enqueuer.backends.pool import HAS_ENDED, Death, NoRoom, W, Worker, WorkerPool
+from enqueuer.backends.pool import (
+    HAS_ENDED,
+    Death,
+    DeathPlace,
+    NoRoom,
+    Restarts,
+    W,
+    Worker,
+    WorkerPool,
+)
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.stall import DeadlineExpired, WaitSnapshot
 from enqueuer.backends.task_schedule import TaskSchedule

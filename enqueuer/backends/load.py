@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 from enqueuer.backends.engine import Engine
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import Restarts
-from enqueuer.backends.pool import WorkerPool
+from enqueuer.backends.pool import Restarts, WorkerPool
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
@@ -31,12 +30,7 @@ _POOLS = {
 _INLINE = ("enqueuer.backends.inline", "InlinePool")
 
 
-def load(
-    name: str,
-    job: Job,
-    restarts: Restarts,
-    loop_meter: LoopMeter,
-) -> Backend:
+def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Backend:
     """Return a backend that is ready to be started.
 
     Args:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Generic
 
-from enqueuer.backends.lifecycle import DeathPlace
-from enqueuer.backends.pool import Inbox, W, Worker, WorkerState
+from enqueuer.backends.pool import DeathPlace, Inbox, W, Worker, WorkerState
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple
 from enqueuer.order.sequence import ANY, ShardOrder
 

@@ -19,8 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
-from enqueuer.backends.lifecycle import DeathPlace
-from enqueuer.backends.pool import HAS_ENDED, Dispatch, W, WorkerState
+from enqueuer.backends.pool import HAS_ENDED, DeathPlace, Dispatch, W, WorkerState
 from enqueuer.backends.shard_schedule import waiting_in
 from enqueuer.common.objects import size_of
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket

@@ -31,8 +31,8 @@ from typing import cast
 
 from enqueuer.backends.copies import Copies
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.load import Backend, load
+from enqueuer.backends.pool import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.stall import DeadlineExpired, WaitLimits
 from enqueuer.common import interrupts
 from enqueuer.common.interrupts import Finalizer

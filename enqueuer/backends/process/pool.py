@@ -35,14 +35,15 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any, ClassVar
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.pool import (
+    ESCALATION_S,
     HAS_ENDED,
     Dispatch,
     NoRoom,
     WorkerPool,
     WorkerSnapshot,
     WorkerState,
+    deliver_all,
 )
 from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
 from enqueuer.backends.stall import line_of, warn

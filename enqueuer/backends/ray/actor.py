@@ -96,7 +96,7 @@ class RayWorker:
 
     def work(self) -> None:
         """Run the worker's loop until the driver closes the outbox."""
-        # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
+        # `forget` recognizes the thread by this class, and stops no backend in it.
         self._thread = WorkerThread(target=self._work, name=f"enqueuer-worker-{self._config.index}")
         self._thread.start()
         self._thread.join()

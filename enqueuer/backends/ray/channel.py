@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from enqueuer.backends.lifecycle import deliver_all
+from enqueuer.backends.pool import deliver_all
 from enqueuer.backends.thread_channel import UNBOUNDED, ThreadInbox, WorkQueue
 from enqueuer.errors import Closed, ItemNotLoadable
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock

@@ -35,15 +35,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from enqueuer.backends.job import Job
-from enqueuer.backends.lifecycle import ESCALATION_S, deliver_all
 from enqueuer.backends.payload import pickled_source, program_settings
 from enqueuer.backends.pool import (
+    ESCALATION_S,
     HAS_ENDED,
     Death,
     Dispatch,
     WorkerPool,
     WorkerSnapshot,
     WorkerState,
+    deliver_all,
 )
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.channel import Ended, Frame, RayInbox, Ready, TotalCredit, unpack
@@ -445,7 +446,7 @@ class RayPool(WorkerPool[Actor]):
         actor = Actor(index, plan.shards, handle, self, inbox)
         inbox.grant = actor.grant
         actor.order("work", group="work")
-        # `lifecycle.forget` recognizes the thread by this class, and stops no backend in it.
+        # `forget` recognizes the thread by this class, and stops no backend in it.
         actor.thread = interrupts.WorkerThread(
             target=actor.receive, name=f"enqueuer-ray-{index}", daemon=True
         )
