@@ -39,7 +39,6 @@ THIRD_PARTIES = {
         "datasets.hdf5.source",
         "datasets.hdf5.writer",
         "datasets.arrays",
-        "datasets.epochs",
         "datasets.files",
         "workers.shards",
         "enqueuers.ordered",

@@ -27,7 +27,7 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.text import printable
-from enqueuer.datasets.epochs import ShardBatches, take_rows
+from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
