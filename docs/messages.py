@@ -19,7 +19,7 @@ PACKAGE = Path(enqueuer.__file__).parent
 # These are raised to users, beside those of `enqueuer.errors`.
 BUILT_IN = ("TypeError", "ValueError", "RuntimeError", "FileNotFoundError", "FileExistsError")
 # The tools raise errors of the command line, which `enqueuer --help` explains.
-_SKIPPED = ("cli", "tools")
+_SKIPPED = ("cli", "demo")
 _SHORTEST = 12  # characters of a message beside what is filled in
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from enqueuer.cli.main import main
+from enqueuer.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

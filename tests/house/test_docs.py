@@ -12,8 +12,7 @@ import pytest
 import reading_cost
 
 import enqueuer
-from enqueuer import errors
-from enqueuer.cli import main
+from enqueuer import cli, errors
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
@@ -147,7 +146,7 @@ def test_contributing_names_the_commands_that_tox_runs():
 @pytest.mark.parametrize("command", ["demo", "pack", "inspect"])
 def test_every_option_of_the_command_line_is_described(command, capsys):
     with pytest.raises(SystemExit):
-        main.main([command, "--help"])
+        cli.main([command, "--help"])
     options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     assert options <= set(re.findall(r"--[a-z][a-z-]+", read("docs", "reference", "cli.rst")))
 

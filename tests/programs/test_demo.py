@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from helpers import terminal, wait_until
 
-from enqueuer.cli import demo, main
+from enqueuer import cli, demo
 from enqueuer.common.extras import install_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,7 @@ def test_bad_arguments_are_named(
 ) -> None:
     """In this process, as each interpreter takes a while to start."""
     with pytest.raises(SystemExit) as ended:
-        main.main(arguments)
+        cli.main(arguments)
     output, errors = capsys.readouterr()
     assert (ended.value.code, output) == (2, "")
     assert complaint in errors

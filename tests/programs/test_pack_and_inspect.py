@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT, needs, terminal
 
-from enqueuer.cli import main
+from enqueuer import cli
 
 h5py = needs("h5py")
 needs("tqdm")
@@ -176,7 +176,7 @@ def test_a_remedy_is_named_as_an_option_of_the_shell(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "mydata", raising=False)
     source, *options = arguments.split()
-    code = main.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
+    code = cli.main(["pack", source, "out.h5", "--quiet", "--backend", "thread", *options])
     monkeypatch.delitem(sys.modules, "mydata", raising=False)
     printed = capsys.readouterr().err
     assert code == 1
@@ -188,11 +188,11 @@ def test_names_cannot_command_the_terminal(tmp_path, capsys):
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file["x\x1b[31m"] = np.arange(3)
-    assert main.main(["inspect", str(path)]) == 0
+    assert cli.main(["inspect", str(path)]) == 0
     printed = capsys.readouterr().out
     assert printed.replace("\n", "").isprintable()
     assert r"x\x1b[31m" in printed
-    assert main.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
+    assert cli.main(["inspect", str(tmp_path / "no\x1b[2J")]) == 1
     assert r"no\x1b[2J: no such file" in capsys.readouterr().err
 
 
@@ -210,14 +210,14 @@ def test_an_error_of_the_source_has_its_traceback(run, tmp_path):
 )
 def test_wrong_arguments_are_2(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        main.main(arguments.split())
+        cli.main(arguments.split())
     assert caught.value.code == 2
 
 
 @pytest.mark.parametrize("name", ["pack", "inspect"])
 def test_help_has_examples_and_exit_codes(name, capsys):
     with pytest.raises(SystemExit) as caught:
-        main.main([name, "--help"])
+        cli.main([name, "--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert f"examples:\n  enqueuer {name} " in printed
