@@ -24,7 +24,7 @@ from enqueuer.enqueuers.options import (
 )
 from enqueuer.enqueuers.tasks import TaskWorkload
 from enqueuer.enqueuers.workload import Seed
-from enqueuer.workers.collate import stack
+from enqueuer.workers.arrays import stack
 from enqueuer.workers.plan import MOST_THREADS
 from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import (

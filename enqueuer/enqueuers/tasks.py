@@ -25,7 +25,7 @@ from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.sequence import TaskOrder
-from enqueuer.workers.collate import stack
+from enqueuer.workers.arrays import stack
 from enqueuer.workers.plan import MOST_THREADS
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in

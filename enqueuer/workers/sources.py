@@ -27,7 +27,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.monitoring.duplicates import SampleWatch
-from enqueuer.workers.collate import stack
+from enqueuer.workers.arrays import stack
 from enqueuer.workers.event_loop import AsyncItems, EventLoop
 from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.shards import Shard, seed_of_shuffle

@@ -38,7 +38,7 @@ from enqueuer import (
     replay,
 )
 from enqueuer.enqueuers.enqueuer import core_of
-from enqueuer.workers.collate import stack
+from enqueuer.workers.arrays import stack
 
 Pair = collections.namedtuple("Pair", "x y")
 

@@ -10,7 +10,7 @@ import pytest
 from enqueuer.common.objects import attributes_of, columns_of, size_of, tree_map
 from enqueuer.monitoring.duplicates import digest
 from enqueuer.transport.errors import find_culprit
-from enqueuer.workers.collate import stack
+from enqueuer.workers.arrays import stack
 
 Point = namedtuple("Point", "x y")
 

@@ -32,7 +32,7 @@ from enqueuer.common.objects import is_plain_tensor
 from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
-from enqueuer.workers import collate
+from enqueuer.workers import arrays
 from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, Raised, may_skip
@@ -80,7 +80,7 @@ def stack_tensors(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     first = batch[0]
     if type(first) is not torch.Tensor or not is_plain_tensor(first):
         return _by_torch[torch.Tensor](batch, collate_fn_map=collate_fn_map)
-    return collate.stack_tensors(batch, torch)
+    return arrays.stack_tensors(batch, torch)
 
 
 def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
@@ -93,7 +93,7 @@ def stack_arrays(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     if is_known and [*map(_dtype_of, batch)].count(dtype) == count:
         # torch lacks some dtypes, such as float128, and has its own error of shapes that differ.
         with contextlib.suppress(TypeError, ValueError):
-            return torch.from_numpy(collate.stack_arrays(batch))
+            return torch.from_numpy(arrays.stack_arrays(batch))
     return _by_torch[np.ndarray](batch, collate_fn_map=collate_fn_map)
 
 
