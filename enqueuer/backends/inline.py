@@ -35,11 +35,11 @@ from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
 from enqueuer.workers.event_loop import check_awaited
 from enqueuer.workers.loop import turns
 from enqueuer.workers.plan import Plan
+from enqueuer.workers.running import WorkerRecorder
 from enqueuer.workers.shards import GlobalStreams, SwappedStates, do_nothing, seed_globals
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.task_loop import serve_tasks
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.worker_trace import WorkerRecorder
 
 # The code of the user sees the global random states of the loop, as in a thread.
 _SHARED: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext

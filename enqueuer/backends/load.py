@@ -16,7 +16,7 @@ from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.errors import StartError
 from enqueuer.monitoring.meters import LoopMeter
-from enqueuer.workers.remote import check_not_importing
+from enqueuer.workers.settings import check_not_importing
 from enqueuer.workers.tasks import TaskSource
 
 Backend: TypeAlias = Engine[Any]

@@ -42,9 +42,9 @@ from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.order.messages import Ticket
 from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
 from enqueuer.workers.plan import Plan
+from enqueuer.workers.running import run_worker
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource
-from enqueuer.workers.worker_trace import run_worker
 
 
 class ThreadWorker(ThreadSender):

@@ -7,7 +7,7 @@
     ]                                            ended by the process of the loop
 
     LoopMeter: a wait has ended, an epoch has ended --> Trace --> the row of the loop
-    Meter: a wait has ended ------> workers/worker_trace.py ----> the row of a worker
+    Meter: a wait has ended ------> workers/running.py ----> the row of a worker
 
 The format allows for a missing end, so nothing needs to be merged. Each row has a descriptor
 of its own, opened to append, and the system orders concurrent writes. The file that a crash leaves

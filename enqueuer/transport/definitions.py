@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from enqueuer.common.objects import check_graph, referred_by
-from enqueuer.workers.remote import is_fork_of_program
+from enqueuer.workers.settings import is_fork_of_program
 
 # Reentrant, as the garbage collector may run under it, and loading what is left does.
 _lock = threading.RLock()

@@ -1,4 +1,4 @@
-"""What the program has set at run time, for workers that were not forked.
+"""What a worker in another process knows of the program, and what it takes over at an import.
 
     Settings.of_this_process() --> the worker: apply(), before the user's code is loaded
     Initializer -----------------> the worker: called in between
@@ -10,6 +10,11 @@ for its settings.
 A worker imports the user's modules anew, so it does not see what the program has assigned to their
 variables. Nothing is assigned there for the user: another module may have computed something from
 the first value. So the values are compared, and the worker warns.
+
+The user's code may import a library at any time, also in the middle of an item. So a finder in
+front of all others has the loader of the module call a function when it has run the module, before
+the import statement ends. The finder does not inherit from a class of `importlib.abc`, whose import
+takes longer than to fork a worker. The import system calls its method and does not check its class.
 """
 
 from __future__ import annotations
@@ -23,13 +28,13 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
 from enqueuer.common.objects import codes_in, referred_by
 from enqueuer.errors import StartError
-from enqueuer.workers.remote import after_import, on_import
 
 # For each setting: the module, the function or attribute that has it, and the function that sets
 # it; "" for an attribute.
@@ -412,3 +417,93 @@ def load_source(pickled: bytes, index: int, buffers: Any = ()) -> Any:
     if index == 0:
         warn_of_other_values(values)
     return source, on_error
+
+
+# --- whose process this is, and its imports -------------------------------------------------------
+
+
+def after_import(names: Collection[str], act: Callable[[str], object]) -> None:
+    """Call `act` with the name of each of these modules that this process imports from now on."""
+    for name in names:
+        _finder.acts.setdefault(name, []).append(act)
+    # A second finder for the same module would ask the first one, and that one the second.
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def on_import(name: str, act: Callable[[str], object]) -> None:
+    """Call `act` with the name of a module that is imported already, else after its import."""
+    if name in sys.modules:
+        act(name)
+    else:
+        after_import([name], act)
+
+
+# Whether this process is a worker, or forks some; and whether it is a fork of the program.
+_is_worker = _is_fork = False
+
+
+def be_worker(*, is_fork: bool = False) -> None:
+    """Note that this process is no program of the user's.
+
+    Args:
+        is_fork: Whether it was forked by the program, and so has all that the program has.
+    """
+    global _is_worker, _is_fork
+    _is_worker, _is_fork = True, is_fork
+
+
+def is_fork_of_program() -> bool:
+    """Return whether this process is a worker that the program has forked."""
+    return _is_fork
+
+
+def check_not_importing() -> None:
+    """Raise StartError if this thread of a worker is importing a module, which starts workers.
+
+    They would import that module as well, and each would start others.
+    """
+    frame = sys._getframe() if _is_worker else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_name == "<module>" and module != "__main__":
+            raise StartError(
+                f"the module {module} starts worker processes while it is imported. Workers "
+                "import it, too, and would start workers of their own without end; move this into "
+                "a function, which the program calls"
+            )
+        frame = frame.f_back
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.acts: dict[str, list[Callable[[str], object]]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.acts:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._wrap(spec.loader, fullname)
+        return spec
+
+    def _wrap(self, loader: Any, name: str) -> None:
+        """Have a loader act, once, when it has run the module of that name."""
+
+        def run(module: ModuleType) -> None:
+            # The loader is as it was: other code may keep it, or ask it for the source.
+            del loader.exec_module
+            loader.exec_module(module)
+            # A spec that is never loaded leaves this to another module of the same loader.
+            if module.__name__ == name:
+                for act in self.acts[name]:
+                    act(name)
+
+        loader.exec_module = run
+
+
+_finder = _Finder()

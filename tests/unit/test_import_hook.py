@@ -7,7 +7,7 @@ from importlib.machinery import SourceFileLoader
 
 import pytest
 
-from enqueuer.workers.remote import after_import
+from enqueuer.workers.settings import after_import
 
 
 @pytest.fixture

@@ -55,8 +55,8 @@ from enqueuer.transport.sender import ItemSender, SharedSender, send_ready
 from enqueuer.workers import arrays, logs, native
 from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
-from enqueuer.workers.remote import WorkerConfig, be_worker, on_import
-from enqueuer.workers.settings import Initializer, Settings, load_source
+from enqueuer.workers.running import WorkerConfig
+from enqueuer.workers.settings import Initializer, Settings, be_worker, load_source, on_import
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
 

@@ -71,7 +71,7 @@ from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.plan import COLLATING, FETCHING
-from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.running import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
 

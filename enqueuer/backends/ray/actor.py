@@ -29,8 +29,8 @@ from enqueuer.order.messages import Epoch
 from enqueuer.workers import logs, native
 from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
 from enqueuer.workers.plan import serve_failure
-from enqueuer.workers.remote import WorkerConfig, be_worker
-from enqueuer.workers.settings import Settings, load_source
+from enqueuer.workers.running import WorkerConfig
+from enqueuer.workers.settings import Settings, be_worker, load_source
 
 GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
 """The concurrency groups of an actor, each with one thread, in which its methods run."""

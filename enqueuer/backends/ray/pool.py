@@ -58,7 +58,7 @@ from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
 from enqueuer.order.messages import Epoch, Failure, Ticket
 from enqueuer.transport.channel import pack_ticket
 from enqueuer.workers import logs
-from enqueuer.workers.remote import WorkerConfig
+from enqueuer.workers.running import WorkerConfig
 from enqueuer.workers.tasks import TaskSource
 
 # Nanoseconds of a call to an actor and back.

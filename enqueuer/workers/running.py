@@ -1,5 +1,6 @@
-"""Running the loop of a worker, and dividing its time if there is a trace: next, send, wait.
+"""Running the loop of a worker: in any process, and with a trace that divides its time.
 
+    WorkerConfig.serve(): a worker in another process makes its plan and seeds -> run_worker()
     run_worker: serve(plan, channel), or serve(plan, recorder), of a WorkerRecorder
     send_item(), send(): the user's code ran until now, and then the item is sent
     Meter.waited(): the worker waited until now, for room or for an order: an epoch or a task
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from enqueuer.common.objects import SAMPLED, size_of
 from enqueuer.monitoring.trace import Row, TraceTarget, text_of
 from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
-from enqueuer.workers import loop
-from enqueuer.workers.plan import Plan, Sender
+from enqueuer.workers import logs, loop
+from enqueuer.workers.plan import OnError, Plan, Sender, Watch, serve_failure
+from enqueuer.workers.settings import after_import
+from enqueuer.workers.shards import FRAMEWORKS, GlobalStreams, TaskSeeds
+from enqueuer.workers.sources import Source
 from enqueuer.workers.task_loop import ElementThreads, ThreadJob, serve_concurrently, serve_tasks
 from enqueuer.workers.tasks import TaskSource
 
@@ -168,3 +172,50 @@ class WorkerRecorder:
         """Write the events that are kept, and close the files, once the threads have ended."""
         for row in self._rows.values():
             row.close()
+
+
+class WorkerConfig(NamedTuple):
+    """Configuration of all workers of an enqueuer that run in other processes; not the source.
+
+    Attributes:
+        shard_count: Number of shards, over all ranks.
+        random_seed: Seed of the enqueuer.
+        levels: Levels of the loggers whose records are wanted; None if none are.
+        trace: File in which workers record what they do; None if they record nothing.
+    """
+
+    shard_count: int
+    random_seed: int
+    levels: logs.Levels | None
+    trace: TraceTarget | None
+
+    def serve(
+        self,
+        index: int,
+        shards: tuple[int, ...],
+        source: Source | TaskSource,
+        on_error: OnError,
+        channel: Any,
+        watch: Watch | None = None,
+    ) -> None:
+        """Run the loop of a worker until there are no more orders.
+
+        Args:
+            index: Index of the worker.
+            shards: Indices of its shards; empty for tasks.
+            source: Source that it runs.
+            on_error: Handling of an exception of the source.
+            channel: Channel of the worker.
+            watch: See `Plan`.
+        """
+        plan = Plan(source, shards, self.shard_count, self.random_seed, on_error, watch)
+        seeds = TaskSeeds() if isinstance(source, TaskSource) else GlobalStreams()
+        after_import(FRAMEWORKS, seeds.seed_imported)
+        enter: Callable[[Any], None] = seeds.enter
+        if isinstance(source, TaskSource) and source.begin_worker is not None:
+            try:
+                enter = source.begin_worker(index) or enter
+            except BaseException as error:
+                serve_failure(error, shards, channel)
+                return
+        run_worker(plan, channel, index, self.trace, enter)
