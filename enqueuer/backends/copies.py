@@ -19,9 +19,8 @@ from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
-from enqueuer.backends.stall import warn
 from enqueuer.common.objects import is_library, referred_by
-from enqueuer.common.text import an
+from enqueuer.common.text import an, warn
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.workers.sources import FunctionSource, Source, name_of

@@ -10,17 +10,15 @@ by the thread that waits, which is one at a time.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from enqueuer.backends.pool import Stack, WorkerSnapshot
-from enqueuer.common.text import pluralize
+from enqueuer.common.text import PACKAGE, pluralize, warn
 from enqueuer.errors import BatchTimeout, StallWarning, StopWarning
 from enqueuer.order.sequence import Order
 from enqueuer.workers.event_loop import ThreadSnapshot
@@ -28,9 +26,8 @@ from enqueuer.workers.event_loop import ThreadSnapshot
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
 
-_HOUSE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # Folders and files that call the user's code in a worker.
-_CALLERS = tuple(_HOUSE + name for name in ("workers", "mixing.py", "datasets", "adapters"))
+_CALLERS = tuple(PACKAGE + name for name in ("workers", "mixing.py", "datasets", "adapters"))
 _IDLE = {
     "next_epoch": "has done all of this epoch",
     "next_ticket": "waits for a task",
@@ -227,14 +224,6 @@ def decode_threads(text: str) -> list[ThreadSnapshot] | None:
     ]
 
 
-def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the first frame that is not ours: the user's."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HOUSE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
-
-
 def line_of(worker: WorkerSnapshot) -> str:
     """Return what a worker does, with its stack."""
     shards = ", ".join(map(str, worker.shards))
@@ -267,7 +256,7 @@ def _what_it_does(stack: Stack) -> str:
     inner = list(stack[loops[-1] + 1 :] if loops else stack)
     if not inner:
         return "is between two batches"
-    ours = [frame.name for frame in inner if frame.filename.startswith(_HOUSE)]
+    ours = [frame.name for frame in inner if frame.filename.startswith(PACKAGE)]
     if not ours or inner[0].filename.startswith(_CALLERS):
         return _shown("is here", inner)
     if inner[0].name in _IDLE:
@@ -284,7 +273,7 @@ def _start_of_user(stack: Stack) -> int | None:
     """
     for at in range(1, len(stack)):
         is_called = stack[at - 1].filename.startswith(_CALLERS)
-        if is_called and not stack[at].filename.startswith(_HOUSE):
+        if is_called and not stack[at].filename.startswith(PACKAGE):
             return at
     return None
 

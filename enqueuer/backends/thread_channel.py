@@ -28,9 +28,9 @@ from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from enqueuer.backends.pool import WorkerState
-from enqueuer.backends.stall import warn
 from enqueuer.common import interrupts
 from enqueuer.common.objects import SAMPLED, size_of
+from enqueuer.common.text import warn
 from enqueuer.errors import Closed, OverwrittenDataWarning
 from enqueuer.monitoring.duplicates import Digest, digest
 from enqueuer.monitoring.meters import BEGAN, BYTES, IDLE, SINCE, WAITING, Meter

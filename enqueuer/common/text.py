@@ -1,8 +1,14 @@
-"""Formatting numbers, and objects of the user, as readable text."""
+"""Text for the user: numbers and objects in words, and warnings at the user's line."""
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
+
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+"""Folder of this package; the names of all its files begin with it."""
 
 
 def size(count: float) -> str:
@@ -144,3 +150,11 @@ def table(
         ).rstrip()
         for row in rows
     ]
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the first frame that is not ours: the user's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

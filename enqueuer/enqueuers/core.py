@@ -25,8 +25,9 @@ from typing import TypeVar
 
 from enqueuer import exports
 from enqueuer.backends.load import Backend
-from enqueuer.backends.stall import DeadlineExpired, warn
+from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import interrupts
+from enqueuer.common.text import warn
 from enqueuer.enqueuers.epoch_reader import EpochReader
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import STOP_S, Locks, OwnedBackends, Run, State, next_workers

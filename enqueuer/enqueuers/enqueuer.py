@@ -9,9 +9,8 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
-from enqueuer.backends.stall import warn
 from enqueuer.common import checks
-from enqueuer.common.text import pluralize
+from enqueuer.common.text import pluralize, warn
 from enqueuer.enqueuers.core import Batches, Core, StatsCallback, log_line
 from enqueuer.enqueuers.failures import Origin, origin_of
 from enqueuer.enqueuers.keras_queue import Queue

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from enqueuer.backends.load import Backend
-from enqueuer.backends.stall import DeadlineExpired, Wait, warn
+from enqueuer.backends.stall import DeadlineExpired, Wait
+from enqueuer.common.text import warn
 from enqueuer.enqueuers.run import Run, State
 from enqueuer.enqueuers.scaling import Scaling
 from enqueuer.enqueuers.workload import EpochWork, Workload

@@ -22,8 +22,8 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast, get_type_hints
 
 from enqueuer.backends.job import METHODS, BackendName, RayOptions, default_method
-from enqueuer.backends.stall import warn
 from enqueuer.common import checks
+from enqueuer.common.text import warn
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.progress import Progress
 from enqueuer.workers.logs import MULTIPROCESSING_LOGGING

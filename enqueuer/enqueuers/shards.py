@@ -10,7 +10,7 @@ from typing import Any
 from enqueuer.backends.job import Job
 from enqueuer.backends.load import Backend
 from enqueuer.backends.shard_schedule import ShardSchedule
-from enqueuer.backends.stall import warn
+from enqueuer.common.text import warn
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options
 from enqueuer.enqueuers.run import Run

@@ -46,9 +46,10 @@ from enqueuer.backends.pool import (
     deliver_all,
 )
 from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
-from enqueuer.backends.stall import line_of, warn
+from enqueuer.backends.stall import line_of
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import own_sockets
+from enqueuer.common.text import warn
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock

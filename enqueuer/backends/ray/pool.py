@@ -49,9 +49,9 @@ from enqueuer.backends.pool import (
 from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
 from enqueuer.backends.ray.channel import Ended, Frame, RayInbox, Ready, TotalCredit, unpack
 from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
-from enqueuer.backends.stall import warn
 from enqueuer.backends.thread_channel import UNBOUNDED
 from enqueuer.common import interrupts
+from enqueuer.common.text import warn
 from enqueuer.errors import EnqueuerWarning, StopWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import Meter, WorkerStats, clock, worker_stats
