@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
+from enqueuer.order.position import fingerprint_of
 from enqueuer.workers.shards import Shard, part_for
 from enqueuer.workers.sources import (
     FunctionSource,
     as_source,
     close,
-    fingerprint_of,
     is_stateful,
     iterate,
 )

@@ -28,9 +28,9 @@ from enqueuer.common import checks
 from enqueuer.common.objects import tree_map
 from enqueuer.common.text import an
 from enqueuer.errors import DataFileError, StateMismatch
+from enqueuer.order.position import fingerprint_of, shortened
 from enqueuer.workers.arrays import empty
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import fingerprint_of, shortened
 from enqueuer.workers.tasks import permutation, steps_in
 
 

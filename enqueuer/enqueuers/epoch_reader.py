@@ -174,7 +174,10 @@ class EpochReader:
         with run.locks.reading():
             self._goes_on = goes_on
             self.is_next_wanted = goes_on or self.is_followed
-            if not self.has_item(None):
+            outcome = self.outcome(None)
+            if outcome is Outcome.FAILURE:
+                self._raise()
+            if outcome is not Outcome.ITEM:
                 raise StopIteration
 
     def wait_for_event_loop(self) -> None:
@@ -238,8 +241,7 @@ class EpochReader:
         """
         outcome = self.outcome(deadline)
         if outcome is Outcome.FAILURE:
-            assert self.failure is not None, "it is the outcome"
-            self._raise(self.failure)
+            self._raise()
         return outcome is Outcome.ITEM
 
     def outcome(self, deadline: float | None) -> Outcome:
@@ -415,9 +417,10 @@ class EpochReader:
 
     # --- what is next ---
 
-    def _raise(self, failure: Failure) -> NoReturn:
-        """Raise a failure, each time an exception of its own."""
-        run = self.run
+    def _raise(self) -> NoReturn:
+        """Raise the failure, each time an exception of its own."""
+        run, failure = self.run, self.failure
+        assert failure is not None, "it is the outcome"
         run.move(State.FAILED)
         run.meter.epoch_ended()
         origin = functools.partial(self.work.origin_of, failure)

@@ -21,9 +21,9 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
+from enqueuer.order.position import fingerprint_of
 from enqueuer.order.sequence import Order
 from enqueuer.workers.shards import fresh_seed
-from enqueuer.workers.sources import fingerprint_of
 
 # Workers; each may have a connection to a server, which may refuse more.
 MOST_WORKERS = 128

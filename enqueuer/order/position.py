@@ -7,7 +7,9 @@ source is refused.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,6 +19,11 @@ from enqueuer.errors import StateMismatch
 from enqueuer.order.messages import Epoch, Start
 
 VERSION = 1
+
+# Their classes and functions say little of the data, or are names of this package.
+_NAMELESS = frozenset({"builtins", "itertools", "functools", "numpy", "torch", "enqueuer"})
+# Characters of a text, so that a state of many shards stays below 1 KiB.
+_MOST_TEXT = 60
 
 # Values that are left out of a state if they are None.
 _OPTIONAL = {"batch_size": None, "shuffle_buffer": None}
@@ -134,6 +141,51 @@ def load(
     return SavedPosition(epoch, None, True, errors, items), text if changed else ""
 
 
+# --- what a state says of its source ---
+
+
+@functools.singledispatch
+def fingerprint_of(source: object) -> dict[str, Any]:
+    """Return values by which a state tells its source from another one, as JSON holds them.
+
+    They take no time and run no code of the user: the names of functions and classes. Datasets
+    and `mix` register functions that say more.
+
+    Example:
+        >>> fingerprint_of(functools.partial(fingerprint_of, 7)), fingerprint_of(lambda: [])
+        ({}, {})
+        >>> from random import Random
+        >>> fingerprint_of(Random)
+        {'name': 'Random'}
+    """
+    return named(name=source)
+
+
+def named(**things: object) -> dict[str, Any]:
+    """Return the names of functions, or of the classes of objects, that another run has, too.
+
+    There is none for a lambda. Neither the module counts, which may be `__main__`, nor the
+    function in which another one is defined.
+    """
+    found = {}
+    for key, thing in things.items():
+        while isinstance(thing, functools.partial):
+            thing = thing.func
+        owner: Any = thing if hasattr(thing, "__qualname__") else type(thing)
+        name = str(owner.__qualname__).rpartition("<locals>.")[2]
+        module = str(getattr(owner, "__module__", None)).partition(".")[0]
+        if "<" not in name and module not in _NAMELESS:
+            found[key] = name
+    return found
+
+
+def shortened(text: str) -> str:
+    """Return a text as it is, or the beginning of a long one and a number that stands for it."""
+    if len(text) <= _MOST_TEXT:
+        return text
+    return f"{text[: _MOST_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
+
+
 def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return the differences of two fingerprints in words; what only one of them has is none.
 
@@ -154,6 +206,9 @@ def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         else:
             found.append(f"{name} is {before!r} in the state and {now!r} here")
     return found
+
+
+# --- checks ---
 
 
 def check_format(state: State, kind: str | None = None) -> Epoch:

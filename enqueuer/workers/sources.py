@@ -17,7 +17,6 @@ import functools
 import inspect
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import GeneratorType
@@ -27,6 +26,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.monitoring.duplicates import SampleWatch
+from enqueuer.order.position import fingerprint_of
 from enqueuer.workers.arrays import stack
 from enqueuer.workers.event_loop import AsyncItems, EventLoop
 from enqueuer.workers.logs import warn_of_reuse
@@ -268,31 +268,6 @@ def name_of(function: object) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-# --- what a state says of its source ---
-
-# Their classes and functions say little of the data, or are names of this package.
-_NAMELESS = frozenset({"builtins", "itertools", "functools", "numpy", "torch", "enqueuer"})
-# What a fingerprint counts; the others are compared alone.
-# Characters of a text, so that a state of many shards stays below 1 KiB.
-_MOST_TEXT = 60
-
-
-@functools.singledispatch
-def fingerprint_of(source: object) -> dict[str, Any]:
-    """Return values by which a state tells its source from another one, as JSON holds them.
-
-    They take no time and run no code of the user: the names of functions and classes. Datasets
-    and `mix` register functions that say more.
-
-    Example:
-        >>> fingerprint_of(functools.partial(fingerprint_of, 7)), fingerprint_of(lambda: [])
-        ({}, {})
-        >>> fingerprint_of(random.Random)
-        {'name': 'Random'}
-    """
-    return named(name=source)
-
-
 @fingerprint_of.register
 def _of_function(source: FunctionSource) -> dict[str, Any]:
     return fingerprint_of(source.function)
@@ -301,31 +276,6 @@ def _of_function(source: FunctionSource) -> dict[str, Any]:
 @fingerprint_of.register
 def _of_iterable(source: LiveSource) -> dict[str, Any]:
     return fingerprint_of(source.iterable)
-
-
-def named(**things: object) -> dict[str, Any]:
-    """Return the names of functions, or of the classes of objects, that another run has, too.
-
-    There is none for a lambda. Neither the module counts, which may be `__main__`, nor the
-    function in which another one is defined.
-    """
-    found = {}
-    for key, thing in things.items():
-        while isinstance(thing, functools.partial):
-            thing = thing.func
-        owner: Any = thing if hasattr(thing, "__qualname__") else type(thing)
-        name = str(owner.__qualname__).rpartition("<locals>.")[2]
-        module = str(getattr(owner, "__module__", None)).partition(".")[0]
-        if "<" not in name and module not in _NAMELESS:
-            found[key] = name
-    return found
-
-
-def shortened(text: str) -> str:
-    """Return a text as it is, or the beginning of a long one and a number that stands for it."""
-    if len(text) <= _MOST_TEXT:
-        return text
-    return f"{text[: _MOST_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
 
 
 def _takes_shard(function: Callable[..., Any]) -> bool:

@@ -25,15 +25,14 @@ import numpy as np
 from enqueuer.common.packed_list import PackedList, packed
 from enqueuer.common.text import an
 from enqueuer.order.messages import Ticket
+from enqueuer.order.position import fingerprint_of, named
 from enqueuer.workers.arrays import stack
 from enqueuer.workers.event_loop import result_of
 from enqueuer.workers.shards import EpochSeeds, Task, borrowed_globals, has_labels
 from enqueuer.workers.sources import (
-    fingerprint_of,
     is_async,
     is_indexable,
     is_sequence,
-    named,
     takes_two,
 )
 

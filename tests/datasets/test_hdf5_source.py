@@ -29,7 +29,7 @@ from enqueuer.datasets.hdf5 import (  # noqa: E402
 )
 from enqueuer.datasets.hdf5 import source as h5source  # noqa: E402
 from enqueuer.datasets.hdf5.rows import RowReader  # noqa: E402
-from enqueuer.workers.sources import fingerprint_of  # noqa: E402
+from enqueuer.order.position import fingerprint_of  # noqa: E402
 
 ROWS = 103  # a prime: nothing divides it
 

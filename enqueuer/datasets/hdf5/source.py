@@ -31,8 +31,8 @@ from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
+from enqueuer.order.position import fingerprint_of, shortened
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import fingerprint_of, shortened
 from enqueuer.workers.tasks import steps_in
 
 Batch = TypeVar("Batch")
