@@ -361,6 +361,12 @@ def test_a_situation_is_left_out_where_its_package_is_missing(tmp_path):
     assert "kind right: 0 of 0" in done.stdout
 
 
+def test_the_order_is_measured():
+    done = run(program="order.py")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^\w.* \d\.\d\d million events/s$", done.stdout, re.MULTILINE)) == 3
+
+
 def test_decoders_are_measured(tmp_path):
     needs_installed("PIL", "skimage", "soundfile")
     # The others may be missing; one of them is, here.
