@@ -10,6 +10,8 @@ from pathlib import Path
 
 from svg import element, in_dark, text
 
+from enqueuer.order import CHANGES, Stage
+
 HERE = Path(__file__).parent
 # The distance of lines, and the space around the words of a box, in pixels.
 LINE, PAD = 17, 9
@@ -72,16 +74,24 @@ class Drawing:
     def words(self, x: float, y: float, words: str, anchor: str = "start") -> None:
         self.shapes.append(text(x, y, words, anchor, font_style="italic"))
 
-    def across(self, start: Box, end: Box, *words: str) -> None:
-        """Draw an arrow between boxes that stand side by side, with words above it."""
-        y = start.y + min(start.height, end.height) / 2
+    def across(self, start: Box, end: Box, *words: str, lower: int = 0) -> None:
+        """Draw an arrow between boxes that stand side by side, with words above it.
+
+        Args:
+            start: Where it begins.
+            end: Where it ends.
+            words: Lines of words.
+            lower: By how much it is lower than the middle of the boxes; the words are below it.
+        """
+        y = start.y + min(start.height, end.height) / 2 + lower
         if start.x < end.x:
             x, to = start.x + start.width, end.x
         else:
             x, to = start.x, end.x + end.width
         self._arrow(x, y, to, y)
         for i, line in enumerate(reversed(words)):
-            self.words((x + to) / 2, y - 6 - LINE * i, line, "middle")
+            at = y + LINE * (i + 1) if lower else y - 6 - LINE * i
+            self.words((x + to) / 2, at, line, "middle")
 
     def down(self, start: Box, end: Box, *words: str) -> None:
         """Draw an arrow between boxes that stand one above the other, with words beside it."""
@@ -231,6 +241,26 @@ def parts_of_the_engine() -> Drawing:
     return drawing
 
 
+def stages_of_an_item() -> Drawing:
+    """Draw the table of `enqueuer.order`."""
+    drawing = Drawing("The stages of an item, or of a task, on its way to the loop", 760, 190)
+    grid = {
+        Stage.REST: (10, 20, 180),
+        Stage.READY: (260, 20, 185),
+        Stage.GIVEN: (515, 20, 235),
+        Stage.LEFT_OUT: (10, 125, 240),
+    }
+    boxes = {stage: drawing.box(*place, stage.name, stage.value) for stage, place in grid.items()}
+    for (stage, event), new in CHANGES.items():
+        start, end = boxes[stage], boxes[new]
+        if start.y != end.y:
+            drawing.down(start, end, event)
+        else:
+            # The way back is below the way there.
+            drawing.across(start, end, event, lower=14 if end.x < start.x else 0)
+    return drawing
+
+
 def from_enqueuer_to_framework() -> Drawing:
     drawing = Drawing("From the enqueuer through an adapter to the loop", 760, 115)
     enqueuers = drawing.box(10, 20, 120, "enqueuers", "next()")
@@ -313,6 +343,7 @@ DRAWINGS = {
     "path_of_a_batch": path_of_a_batch,
     "path_of_a_task": path_of_a_task,
     "engine": parts_of_the_engine,
+    "stages": stages_of_an_item,
     "adapters": from_enqueuer_to_framework,
     "path_from_an_actor": path_from_an_actor,
 }

@@ -25,20 +25,12 @@ Numbers of one shard, or of all tasks:
                 ^           the position: `Start.number` is 6, and `left_out` is 2
                     ^       the next number that is taken
 
-    taken       it came from a worker to the loop
-    ready       it was taken, and the loop was not given it yet
-    given       it was returned by `next()`; a position counts it as given a moment before
-    left out    it gave nothing to the loop: it was None, or it failed and was skipped
-    done        of tasks: given or left out, though an earlier task is not
-    rest        what is neither given nor left out; that which is ready belongs to it
+A number has a `Stage`, which changes by `CHANGES`, and by nothing else. Besides:
 
-What an order is told, and what changes by it:
-
-    take        the items are taken. If the order is by turns, the next shard has its turn
-    ended       the shard has no turn any more; when none has, the epoch is done
-    end_at      tasks of this number and above are of the next epoch
-    fail        the failure stays in the place of its task, and is returned again and again
-    pass_over   a failure that was skipped is forgotten, and is counted as left out by its number
+    done        a task of a later number than one that is not done was given, or left out
+    ended       a shard has no turn any more. When none has, the epoch is done
+    failed      the failure stays in the place of the item, and is returned again and again; if it
+                is skipped, it is passed over
 
 What holds:
 
@@ -65,3 +57,23 @@ What is left, if something ends early:
     `epochs=n`              no epoch follows that with number n - 1
     `first_item`            the same position: the shard begins there, and makes no item again
 """
+
+import enum
+
+
+class Stage(enum.Enum):
+    """How far an item, or a task, is on its way to the loop."""
+
+    REST = "neither given nor left out"
+    READY = "taken, and still of the rest"
+    GIVEN = "returned by next(), or about to be"
+    LEFT_OUT = "None, or a failure that was skipped"
+
+
+CHANGES = {
+    (Stage.REST, "take"): Stage.READY,
+    (Stage.REST, "pass over"): Stage.LEFT_OUT,
+    (Stage.READY, "give"): Stage.GIVEN,
+    (Stage.READY, "stop"): Stage.REST,
+}
+"""The next stage by each event. A death, or a change of workers, is none."""

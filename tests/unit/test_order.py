@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from enqueuer.order import CHANGES, Stage
 from enqueuer.order.messages import Empty, Epoch, Failure, Item, Start, Ticket
 from enqueuer.order.position import SavedPosition, load, save
 from enqueuer.order.ranks import merge_states, of_rank
@@ -186,6 +187,44 @@ class TaskMachine(Machine):
 TestShards = ShardMachine.TestCase
 TestTasks = TaskMachine.TestCase
 TestShards.settings = TestTasks.settings = settings(max_examples=60, stateful_step_count=20)
+
+
+@given(data=st.data(), made=st.lists(st.booleans(), max_size=MOST), ordered=st.booleans())
+def test_a_task_changes_its_stage_by_the_table(data, made, ordered):
+    """A position tells what is of the rest, and how many were left out."""
+
+    def begun(epoch):
+        order = TaskOrder(epoch, 0, ordered)
+        order.end_at(len(made))
+        return order
+
+    def change(number, event):
+        stages[number] = CHANGES[stages[number], event]
+
+    order, ready, stages = begun(Epoch(0)), [], dict.fromkeys(range(len(made)), Stage.REST)
+    for _ in range(5 * MOST):
+        rest = [number for number, stage in stages.items() if stage is Stage.REST]
+        if not (may := ["take"] * bool(rest) + ["give", "stop"] * bool(ready)):
+            break
+        event = data.draw(st.sampled_from(may))
+        if event == "take":
+            number = rest[0] if ordered else data.draw(st.sampled_from(rest))
+            assert order.turn() in (number, ANY)
+            order.take(number, has_item=made[number])
+            change(number, "take" if made[number] else "pass over")
+            ready += [Item(0, number, None)] * made[number]
+        elif event == "give":
+            change(ready.pop(0).number, "give")
+        else:
+            order = begun(order.position(ready))
+            for item in ready:
+                change(item.number, "stop")
+            ready = []
+        position, left_out = order.position(ready), [*stages.values()].count(Stage.LEFT_OUT)
+        begin, done = position.starts[0].number, position.done
+        of_rest = {number for number in stages if number >= begin and number not in done}
+        assert of_rest == {n for n, s in stages.items() if s in (Stage.REST, Stage.READY)}
+        assert position.left_out == left_out
 
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.integers(1, 4))
