@@ -319,14 +319,14 @@ class BaseEnqueuer(Generic[Batch]):
         with core.locks.state_lock, checks.reading():
             core.check_idle("load_state_dict()")
             workload = core.workload
-            fixed = workload.identity()
-            for name, is_given in workload.given().items():
-                if not is_given:
-                    del fixed[name]
-            position.check_format(state_dict, fixed["kind"])
+            identity = workload.identity()
+            for name, is_fixed in workload.fixed().items():
+                if not is_fixed:
+                    del identity[name]
+            position.check_format(state_dict, identity["kind"])
             in_step = workload.options.ordered and workload.options.on_error == "raise"
-            state = ranks.of_rank(state_dict, fixed["rank"], fixed["world_size"], in_step)
-            saved, changed = position.load(state, fixed, workload.fingerprint, strict)
+            state = ranks.of_rank(state_dict, identity["rank"], identity["world_size"], in_step)
+            saved, changed = position.load(state, identity, workload.fingerprint, strict)
             if changed:
                 warn(changed, EnqueuerWarning)
             workload.adopt(state, saved.epoch, was_run=core.was_run)
@@ -397,7 +397,7 @@ class BaseEnqueuer(Generic[Batch]):
             order = reader.work.order
             done = order.steps - len(reader.ready)
         # After a merge, what is left of the epoch was divided anew.
-        total = core.workload.steps(order.epoch.share)
+        total = core.workload.steps(order.epoch.division)
         return Shown(batches, self.stats, kind, done, total)
 
     def __aiter__(self) -> AsyncIterator[Batch]:

@@ -601,7 +601,7 @@ class Options(Checked):
         check_forked(self.backend.forward_logs, method)
         return method
 
-    def given(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         """Return the arguments that make another enqueuer with the same options.
 
         The bar is left out: only the enqueuer that the loop iterates over shows one.

@@ -259,7 +259,7 @@ class ShardWorkload(Workload):
             **({} if stage is None else stage.identity()),
         }
 
-    def given(self) -> dict[str, bool]:
+    def fixed(self) -> dict[str, bool]:
         is_live = isinstance(self.source, LiveSource)
         return {"random_seed": self.seed.is_given, "shards": is_live or self._shards_are_given}
 
@@ -283,7 +283,7 @@ class ShardWorkload(Workload):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = {"shards": self._shards, "random_seed": self.seed.value}
-        return (self.source,), self.options.given() | own
+        return (self.source,), self.options.explicit() | own
 
 
 def _warn_of_duplicates(workers: int) -> None:

@@ -28,7 +28,7 @@ from enqueuer.order.sequence import TaskOrder
 from enqueuer.workers.arrays import stack
 from enqueuer.workers.plan import MOST_THREADS
 from enqueuer.workers.sources import iterate
-from enqueuer.workers.tasks import Reading, Share, TaskSource, order_of, places_of, steps_in
+from enqueuer.workers.tasks import Division, Reading, TaskSource, order_of, places_of, steps_in
 
 # Stands in the backend for an error that has frames of the loop. The backend lives until it is
 # stopped, and by these frames would keep the enqueuer alive.
@@ -48,7 +48,7 @@ class ElementReader:
         start: First task to be read of an iterable, and perhaps the iterator's state before it.
         first: Number of the epoch's first task among those of all epochs.
         length: Length that the sequence must have in this epoch; None: any.
-        share: Which elements were divided among the ranks.
+        division: Which elements were divided among the ranks.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ElementReader:
         start: Start,
         first: int,
         length: int | None = None,
-        share: Share = (0,),
+        division: Division = (0,),
     ) -> None:
         self._reading = reading
-        self._share = share
+        self._division = division
         self._epoch = epoch
         self._first = first
         # Elements of the next batch of an iterable, of all ranks.
@@ -79,13 +79,13 @@ class ElementReader:
                 f"it has {source.length} in that epoch here"
             )
         if source.is_sequence:
-            self._indices = order_of(source, reading, epoch, share)
+            self._indices = order_of(source, reading, epoch, division)
             self._end = steps_in(len(self._indices), self._size, reading.drop_last)
         else:
             self._begin_iterable(source, start)
 
     def _begin_iterable(self, source: TaskSource, start: Start) -> None:
-        reading, (begin, *done) = self._reading, self._share
+        reading, (begin, *done) = self._reading, self._division
         is_at_end = not (start.number or begin)
         items, self._stateful = iterate(source.items, start.state, is_at_end=is_at_end)
         numbered: Iterator[tuple[int, Any]] = enumerate(items)
@@ -307,7 +307,7 @@ class TaskEpoch(EpochWork):
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
-            first, length, share = order.first, self._length, order.epoch.share or (0,)
+            first, length, division = order.first, self._length, order.epoch.division or (0,)
             # It calls methods of the user's, and may skip many elements.
             self._reader = interrupts.interruptible(
                 ElementReader,
@@ -317,7 +317,7 @@ class TaskEpoch(EpochWork):
                 self._start,
                 first,
                 length,
-                share,
+                division,
             )
         if source.is_sequence:
             tickets, state = self._reader.next(self.number, most), None
@@ -445,13 +445,13 @@ class TaskWorkload(Workload):
         # Length of the sequence in the epoch in which a loaded state was saved, if it may change.
         self._saved_length: int | None = None
         # The epoch that was resumed from other ranks, and what this rank has of it.
-        self._resumed: tuple[int, Share] | None = None
+        self._resumed: tuple[int, Division] | None = None
 
-    def steps(self, share: Sequence[int] | None = None) -> int | None:
+    def steps(self, division: Sequence[int] | None = None) -> int | None:
         """Return the number of batches of an epoch; None if only the source knows its end."""
         if not self.source.is_finite:
             return None
-        count = len(places_of(self.source, self.reading, tuple(share or (0,))))
+        count = len(places_of(self.source, self.reading, tuple(division or (0,))))
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
@@ -475,8 +475,8 @@ class TaskWorkload(Workload):
     def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> TaskEpoch:
         assert before is None or isinstance(before, TaskEpoch)
         length = self._saved_length if before is None and epoch.starts is not None else None
-        if epoch.share is not None:
-            self._resumed = epoch.number, epoch.share
+        if epoch.division is not None:
+            self._resumed = epoch.number, epoch.division
         elif self._resumed is not None and self._resumed[0] == epoch.number:
             self._resumed = None
         return TaskEpoch(self, run, epoch, before, length)
@@ -515,7 +515,7 @@ class TaskWorkload(Workload):
             "ordered": options.ordered,
         }
 
-    def given(self) -> dict[str, bool]:
+    def fixed(self) -> dict[str, bool]:
         # The methods of a sequence for epochs may change its length, so that is checked later.
         return {"random_seed": self.seed.is_given, "length": not self.source.follows_epochs}
 
@@ -542,19 +542,21 @@ class TaskWorkload(Workload):
                 f"on_epoch_end of the sequence was called for {source.ended} epochs, and it "
                 f"cannot go back to epoch {epoch.number}; make a new enqueuer with a new sequence"
             )
-        self._check_share(epoch)
-        self._resumed = None if epoch.share is None else (epoch.number, epoch.share)
+        self._check_division(epoch)
+        self._resumed = None if epoch.division is None else (epoch.number, epoch.division)
         self.seed.value = source.random_seed = state["random_seed"]
 
-    def _check_share(self, epoch: Epoch) -> None:
-        share = epoch.share
-        if share is None:
+    def _check_division(self, epoch: Epoch) -> None:
+        division = epoch.division
+        if division is None:
             return
-        source, is_ascending = self.source, list(share) == sorted({*share})
+        source, is_ascending = self.source, list(division) == sorted({*division})
         # The first one may be that behind the last element.
-        is_short = not source.is_finite or source.follows_epochs or share[-1:] <= (source.length,)
-        if not (share and is_ascending and is_short):
-            raise StateMismatch(f"the state has the share {[*share]}, which is none of these tasks")
+        is_fixed = source.is_finite and not source.follows_epochs
+        is_short = not is_fixed or division[-1:] <= (source.length,)
+        if not (division and is_ascending and is_short):
+            text = f"the state has the share {[*division]}, which is none of these tasks"
+            raise StateMismatch(text)
 
     def rerun(self, origin: Origin, ticket: Ticket | None) -> Callable[[], Any]:
         if origin.element is None:
@@ -581,9 +583,9 @@ class TaskWorkload(Workload):
             return None
         size = self.source.batch_size or 1
         places = slice(origin.item * size, (origin.item + 1) * size)
-        epoch, share = self._resumed or (origin.epoch, (0,))
-        share = share if epoch == origin.epoch else (0,)
-        indices = order_of(self.source, self.reading, origin.epoch, share)[places]
+        epoch, division = self._resumed or (origin.epoch, (0,))
+        division = division if epoch == origin.epoch else (0,)
+        indices = order_of(self.source, self.reading, origin.epoch, division)[places]
         if origin.element not in indices:
             raise ValueError(
                 f"task {origin.item} of epoch {origin.epoch} has no element {origin.element} here: "
@@ -593,7 +595,7 @@ class TaskWorkload(Workload):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         source = self.source
-        options = self.options.given() | {
+        options = self.options.explicit() | {
             "batch_size": source.batch_size,
             "collate": None if source.collate is stack else source.collate,
             "concurrency": self._concurrency,

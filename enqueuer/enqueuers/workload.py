@@ -140,11 +140,11 @@ class Workload(Protocol):
         """Number of shards of this rank; None for tasks."""
         return None
 
-    def steps(self, share: Sequence[int] | None = None) -> int | None:
+    def steps(self, division: Sequence[int] | None = None) -> int | None:
         """Return the number of batches of an epoch; None if that is not known.
 
         Args:
-            share: See `Epoch.share`; None, the default: a whole epoch.
+            division: See `Epoch.division`; None, the default: a whole epoch.
         """
         return None
 
@@ -240,7 +240,7 @@ class Workload(Protocol):
         """What a state says of the source; see `fingerprint_of`."""
         return fingerprint_of(self.source)
 
-    def given(self) -> dict[str, bool]:
+    def fixed(self) -> dict[str, bool]:
         """Return which values of `identity()` that may be adopted were fixed by the user."""
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:

@@ -13,10 +13,10 @@ An epoch is one run through the source. It consists of items with numbers:
                 shard, number 0, whose items may be made in any order
     ticket      the order to do one task; it has the number of the task
     turn        what must be taken next: a shard, or a task; ANY if all will do
-    share       what a rank has of an epoch if that was divided anew, as positions of other ranks
-                were merged. Of shards: their indices. Of tasks: the place from which on the
-                elements were divided, then the later places that were done before. A place is the
-                index in the order of the epoch, over all ranks
+    share       the shards that a rank has of an epoch, if what was left of it was divided anew, as
+                positions of other ranks were merged
+    place       the index of an element in the order of the epoch, over all ranks
+    division    the place from which on elements were divided anew, and later ones that were done
 
 Numbers of one shard, or of all tasks:
 

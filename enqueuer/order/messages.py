@@ -123,7 +123,9 @@ class Epoch:
         starts: Start of each shard that is still to be run, in the order of their turns; None if
             all begin with their first item. Tasks count as shard 0.
         done: Numbers of later tasks that are done already.
-        share: What this rank has of the epoch, if that was divided anew.
+        share: Shards of this rank, if what was left was divided anew, or that have ended.
+        division: The place from which on the elements were divided anew, and the later places that
+            were done before; None: all elements are divided.
         left_out: Number of tasks before this position that gave nothing to the loop.
         is_awaited: Whether the loop waits for one of these shards first, of those that do not
             begin with their first item.
@@ -133,8 +135,9 @@ class Epoch:
     number: int
     starts: Mapping[int, Start] | None = None
     done: tuple[int, ...] = ()
-    share: tuple[int, ...] | None = None
     left_out: int = 0
+    share: tuple[int, ...] | None = None
+    division: tuple[int, ...] | None = None
     is_awaited: bool = True
     late: Failure | None = None
 

@@ -80,8 +80,10 @@ def save(saved: SavedPosition, identity: State, source: State) -> dict[str, Any]
     if source:
         state["source"] = dict(source)
     starts = epoch.starts
-    if epoch.share is not None:
-        state["share"] = list(epoch.share)
+    # One name for both, as early versions have it.
+    divided = epoch.division if epoch.share is None else epoch.share
+    if divided is not None:
+        state["share"] = list(divided)
     state["positions"] = None if starts is None else [[s, at.number] for s, at in starts.items()]
     if starts is not None and "shards" in state:
         state["ended"] = [shard for shard in shards_in(state) if shard not in starts]
@@ -283,9 +285,9 @@ def _epoch(state: State) -> Epoch:
         for shard, count in left_out_of(state).items():
             count = _count("left_out", count, most=numbers[shard])
             starts[shard] = starts[shard]._replace(left_out=count)
-        return Epoch(number, starts, done, share)
+        return Epoch(number, starts, done, share=share)
     left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
-    return Epoch(number, starts, done, share, left_out)
+    return Epoch(number, starts, done, left_out, division=share)
 
 
 def left_out_of(state: State) -> dict[int, int]:

@@ -297,7 +297,7 @@ class TaskOrder(EpochOrder):
         done = tuple(sorted(at - self.first for at in later))
         start = Start(number - self.first, self._states.get(number))
         left_out = start.number + len(done) - (self._given - len(ready))
-        return Epoch(self.epoch.number, {0: start}, done, self.epoch.share, left_out)
+        return Epoch(self.epoch.number, {0: start}, done, left_out, division=self.epoch.division)
 
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
         at, starts = number - self.first, position.starts

@@ -417,12 +417,14 @@ class Reading(NamedTuple):
 
 
 # Of tasks; see `enqueuer/order/`.
-Share = Sequence[int]
+Division = Sequence[int]
 
 
-def places_of(source: TaskSource, reading: Reading, share: Share = (0,)) -> range | np.ndarray:
+def places_of(
+    source: TaskSource, reading: Reading, division: Division = (0,)
+) -> range | np.ndarray:
     """Return the places of an epoch's order that belong to a rank."""
-    begin, *done = share
+    begin, *done = division
     count = max(0, source.length - begin - len(done))
     kept = count - count % reading.world_size if reading.drop_last else count
     own = range(reading.rank, kept, reading.world_size)
@@ -433,10 +435,10 @@ def places_of(source: TaskSource, reading: Reading, share: Share = (0,)) -> rang
 
 
 def order_of(
-    source: TaskSource, reading: Reading, epoch: int, share: Share = (0,)
+    source: TaskSource, reading: Reading, epoch: int, division: Division = (0,)
 ) -> range | np.ndarray:
     """Return the indices of a rank in an epoch, in its order."""
-    places = places_of(source, reading, share)
+    places = places_of(source, reading, division)
     if not reading.shuffle:
         return places
     order = permutation(source.length, source.random_seed, epoch)

@@ -143,7 +143,7 @@ class TaskRank(Rank):
 
     def __init__(self, machine, epoch, rank, world_size):
         super().__init__(machine, epoch, rank, world_size)
-        begin, *others = epoch.share or (0,)
+        begin, *others = epoch.division or (0,)
         places = [at for at in range(begin, machine.length) if at not in others]
         self.places = places[rank::world_size]
         self.first = 100 * epoch.number
