@@ -38,45 +38,47 @@ class Rank:
 class Machine(RuleBasedStateMachine):
     """Ranks that take and give items, stop, go on, and are merged and divided anew.
 
-    `left` is the model: the items that no rank has given. A single rank gives them in their order.
+    `left` is the model: the items that no rank has given. A single rank gives them in their order,
+    also one that goes on where several were that were in step.
     """
 
     of_rank = Rank
+    # Whether the ranks together have given the first items, and no others.
+    are_in_step = True
 
     def begin(self, identity, ordered, left):
         self.identity = {"random_seed": 7, "ordered": ordered, **identity}
-        self.left = sorted(left)
-        self.is_merged = False
+        self.whole, self.left = sorted(left), sorted(left)
         self.ranks = [self.of_rank(self, Epoch(0), 0, 1)]
 
     def give(self, rank):
         item = rank.ready.pop(0)
         assert item[2] in self.left
-        if self.identity["ordered"] and not self.is_merged:
+        if self.identity["ordered"] and self.are_in_step and len(self.ranks) == 1:
             assert item[2] == self.left[0]
         self.left.remove(item[2])
 
-    @rule(data=st.data())
-    def takes(self, data):
+    @rule(data=st.data(), takes=st.integers(1, 6), keeps=st.integers(0, 2))
+    def read(self, data, takes, keeps):
+        """Let a rank take items, and give them, but for some that stay ready."""
         rank = data.draw(st.sampled_from(self.ranks))
-        rank.take(lambda options: data.draw(st.sampled_from(options)))
-
-    @precondition(lambda self: any(rank.ready for rank in self.ranks))
-    @rule(data=st.data())
-    def gives(self, data):
-        self.give(data.draw(st.sampled_from([rank for rank in self.ranks if rank.ready])))
+        for _ in range(takes):
+            rank.take(lambda options: data.draw(st.sampled_from(options)))
+        while len(rank.ready) > keeps:
+            self.give(rank)
 
     @precondition(lambda self: not all(rank.is_over for rank in self.ranks))
-    @rule(world_size=st.none() | st.integers(1, 3))
+    @rule(world_size=st.integers(0, 3))
     def stop_and_go_on(self, world_size):
         """Go on where it was, or with any number of ranks."""
         states = [rank.state() for rank in self.ranks]
-        if world_size is None and not any(rank.is_over for rank in self.ranks):
+        if world_size == 0 and not any(rank.is_over for rank in self.ranks):
             world_size, merged = len(states), states
         else:
             world_size = min(world_size or 1, self.identity.get("shards", MOST))
-            self.is_merged = self.is_merged or world_size > 1
             merged = [merge_states(states)] * world_size
+        first = len(self.whole) - len(self.left)
+        self.are_in_step = self.are_in_step and self.left == self.whole[first:]
         self.ranks = []
         for rank, state in enumerate(merged):
             own = of_rank(state, rank, world_size, in_step=False)
@@ -129,7 +131,8 @@ class ShardMachine(Machine):
     of_rank = ShardRank
 
     @initialize(
-        shards=st.lists(st.lists(st.booleans(), max_size=MOST), min_size=1, max_size=4),
+        shards=st.lists(st.lists(st.booleans(), max_size=MOST), min_size=1, max_size=4)
+        | st.lists(st.just([True] * MOST), min_size=2, max_size=4),
         ordered=st.booleans(),
     )
     def begin_shards(self, shards, ordered):
@@ -186,7 +189,7 @@ class TaskMachine(Machine):
 
 TestShards = ShardMachine.TestCase
 TestTasks = TaskMachine.TestCase
-TestShards.settings = TestTasks.settings = settings(max_examples=60, stateful_step_count=20)
+TestShards.settings = TestTasks.settings = settings(max_examples=100, stateful_step_count=20)
 
 
 @given(data=st.data(), made=st.lists(st.booleans(), max_size=MOST), ordered=st.booleans())
@@ -224,6 +227,7 @@ def test_a_task_changes_its_stage_by_the_table(data, made, ordered):
         begin, done = position.starts[0].number, position.done
         of_rest = {number for number in stages if number >= begin and number not in done}
         assert of_rest == {n for n, s in stages.items() if s in (Stage.REST, Stage.READY)}
+        assert of_rest == {n for n in stages if not order.is_before(0, n, position)}
         assert position.left_out == left_out
 
 
@@ -272,6 +276,32 @@ def test_a_state_may_be_behind_its_position():
     assert order.position(ready).starts == {0: Start(6, "after 3", 2)}
 
 
+def test_what_comes_before_a_position_is_done():
+    order = ShardOrder(Epoch(0), [0, 1], True)
+    order.ended(1)
+    order.take([Item(0, number, None) for number in (0, 1)])
+    position = order.position([Item(0, 1, None)])
+    places = [(0, 0), (0, 1), (1, 0)]
+    assert [order.is_before(*place, position) for place in places] == [True, False, True]
+
+
+def test_open_shards_go_to_ranks_in_the_order_of_their_turns():
+    state = {"kind": "GeneratorEnqueuer", "version": 1, "epoch": 0, "shards": 4, "ended": [3]}
+    state |= {"rank": None, "world_size": None, "positions": [[2, 1], [0, 2], [1, 2]]}
+    ranks = [of_rank(state, rank, 2, in_step=False) for rank in range(2)]
+    assert [own["share"] for own in ranks] == [[2, 1, 3], [0]]
+
+
+def test_merged_shards_go_on_with_the_one_whose_turn_it_is():
+    for number in (0, 3):  # with as many items of None before it
+        order = ShardOrder(Epoch(0), range(3), True)
+        order.take([Item(0, number, None)])
+        identity = {"kind": "GeneratorEnqueuer", "random_seed": 7, "shards": 3}
+        identity |= {"rank": 0, "world_size": 1}
+        merged = merge_states([save(SavedPosition(order.position()), identity, {})])
+        assert merged["positions"] == [[1, 0], [2, 0], [0, number + 1]]
+
+
 def test_before_the_first_state_a_shard_is_run_from_its_start():
     order = ShardOrder(Epoch(0), [0], True, recent=9)
     order.take([Item(0, 0, None, None)])
@@ -304,6 +334,7 @@ def test_results_of_the_next_epoch_wait_for_it():
         assert sorted(taken(results, order)) == [0, 1]
         assert results.peek(order) is False
         assert order.done
+        assert (order.place_of(1), order.place_of(3)) == ((0, 1), (1, 1))
         assert results.waiting_before(2, 5) == 0
         following = TaskOrder(Epoch(1), 2, ordered)
         assert taken(results, following) == [2]
