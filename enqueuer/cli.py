@@ -77,15 +77,6 @@ class Command(argparse.ArgumentParser):
         self.add_argument(option, action="store_true", help=help)
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add all commands to the parser of the command line."""
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=Command
-    )
-    for add in (_add_demo, _add_pack, _add_inspect):
-        add(commands)
-
-
 # argparse has no public name for the result of add_subparsers.
 Commands: TypeAlias = Any
 
@@ -421,7 +412,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Run any Python generator ahead of the loop that consumes it.",
     )
     parser.add_argument("--version", action="version", version=f"enqueuer {__version__}")
-    add_commands(parser)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=Command
+    )
+    for add in (_add_demo, _add_pack, _add_inspect):
+        add(commands)
     return parser
 
 

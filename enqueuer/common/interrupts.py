@@ -272,14 +272,6 @@ def _call_noted() -> None:
             _call_noted()
 
 
-def _forget() -> None:
-    """Forget, in a forked child, the parent's block: it does not end here."""
-    global is_held, _is_open
-    is_held = _is_open = False
-    noted.clear()
-    _put_handlers_back()
-
-
 # --- finalizers -----------------------------------------------------------------------------------
 
 # Calls of a function that always raises; without a limit it would keep its arguments forever.
@@ -383,8 +375,13 @@ def _call_all() -> None:
     pending.clear()
 
 
-def _forget_calls() -> None:
-    """Give up, in a forked child, the calls that are due in the parent."""
+def _forget() -> None:
+    """Forget, in a forked child, the parent's block, and the calls that are due in the parent."""
+    global is_held, _is_open
+    # The block does not end here.
+    is_held = _is_open = False
+    noted.clear()
+    _put_handlers_back()
     for finalizer, references in list(pending.items()):
         # The call was that of a thread that does not exist here.
         finalizer._current.clear()
@@ -394,4 +391,3 @@ def _forget_calls() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
-    os.register_at_fork(after_in_child=_forget_calls)

@@ -355,8 +355,6 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], Any]] = {
 
 # --- small arrays ---------------------------------------------------------------------------------
 
-# A larger item goes into a block, as a pickle, which takes three times as long for many arrays.
-_MOST_ARRAY_BYTES = INLINE_BYTES
 # Arrays of an item share memory up to so many bytes. One that is kept alone wastes no more.
 _SHARED_BYTES = 512
 # A source of more layouts, such as one of texts of any length, gains nothing.
@@ -419,7 +417,9 @@ class Layouts:
             sizes = [_aligned(array.nbytes) for array in arrays]
             forms = [(array.shape, portable_dtypes[array.dtype]) for array in arrays]
             layout = pickle.dumps((type(value), [*value] if type(value) is dict else None, forms))
-            if len(layout) + sum(sizes) <= _MOST_ARRAY_BYTES:
+            # A larger item goes into a block, as a pickle, which takes three times as long for many
+            # arrays.
+            if len(layout) + sum(sizes) <= INLINE_BYTES:
                 pack = struct.Struct("".join(f"{size}s" for size in sizes)).pack
                 known = layout, pack, len(forms) > len({*forms})
         self._known[build] = known

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from enqueuer.transport import item_codec
+from enqueuer.transport.channel import INLINE_BYTES
 from enqueuer.transport.item_codec import Layouts, decode_arrays
 
 SHORT = np.arange(8, dtype=np.float32)
@@ -23,7 +24,7 @@ LEFT_TO_PICKLE = {
     "Fortran's order": [np.zeros((2, 3)).T],
     "nothing in it": [np.zeros(0)],
     "read-only": {"x": SHORT, "y": np.broadcast_to(LABEL, (1,))},
-    "too large": [np.zeros(item_codec._MOST_ARRAY_BYTES, np.uint8)],
+    "too large": [np.zeros(INLINE_BYTES, np.uint8)],
 }
 
 
