@@ -70,7 +70,7 @@ INNER = {
     ("backends.process.handle", "enqueuer"),
     ("backends.stall", "json"),
     ("cli", "enqueuer"),
-    ("common.packed_list", "pathlib"),
+    ("workers.tasks", "pathlib"),
     ("datasets.hdf5.pack", "fcntl"),
     ("enqueuers.enqueuer", "enqueuer"),
     ("common.checks", "difflib"),

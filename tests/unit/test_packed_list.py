@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer.common.packed_list import CHUNK, FEWEST, PackedList, packed
+from enqueuer.workers.tasks import FEWEST_PACKED, PACKED_CHUNK, PackedList, packed
 
 CONSTANTS = st.one_of(
     st.text(), st.binary(), st.integers(), st.floats(allow_nan=False), st.none(), st.booleans()
@@ -17,7 +17,7 @@ CONSTANTS = st.one_of(
 
 
 @pytest.mark.thorough
-@given(st.lists(CONSTANTS | st.tuples(CONSTANTS, CONSTANTS), max_size=3 * CHUNK), st.data())
+@given(st.lists(CONSTANTS | st.tuples(CONSTANTS, CONSTANTS), max_size=3 * PACKED_CHUNK), st.data())
 def test_it_is_read_like_the_list(items, data):
     kept = PackedList.of(items)
     assert len(kept) == len(items)
@@ -34,17 +34,17 @@ def test_it_is_read_like_the_list(items, data):
 
 
 def test_neighbours_are_unpickled_together():
-    kept = PackedList.of([f"element {number}" for number in range(3 * CHUNK)])
-    first = kept[CHUNK]
-    assert kept[2 * CHUNK - 1] == f"element {2 * CHUNK - 1}"
+    kept = PackedList.of([f"element {number}" for number in range(3 * PACKED_CHUNK)])
+    first = kept[PACKED_CHUNK]
+    assert kept[2 * PACKED_CHUNK - 1] == f"element {2 * PACKED_CHUNK - 1}"
     # Unpickled again, it would be another object.
-    assert kept[CHUNK] is first
+    assert kept[PACKED_CHUNK] is first
     assert kept[0] == "element 0"
-    assert kept[CHUNK] == first
+    assert kept[PACKED_CHUNK] == first
 
 
 def test_its_memory_is_beside_its_pickle():
-    kept = PackedList.of([str(number) for number in range(FEWEST)])
+    kept = PackedList.of([str(number) for number in range(FEWEST_PACKED)])
     buffers = []
     data = pickle.dumps(kept, protocol=5, buffer_callback=buffers.append)
     assert len(data) < 200
@@ -64,10 +64,10 @@ def test_it_can_be_pickled_in_one_piece_and_copied(protocol):
     ids=repr,
 )
 def test_a_long_list_of_constants_is_packed(element):
-    kept = packed([element] * FEWEST)
+    kept = packed([element] * FEWEST_PACKED)
     assert isinstance(kept, PackedList)
-    assert kept[FEWEST - 1] == element
-    assert isinstance(packed((element,) * FEWEST), PackedList)
+    assert kept[FEWEST_PACKED - 1] == element
+    assert isinstance(packed((element,) * FEWEST_PACKED), PackedList)
 
 
 class Text(str):
@@ -81,10 +81,10 @@ class Text(str):
 )
 def test_what_can_change_or_is_of_another_class_stays_as_it_is(element):
     """Elements that share an object would each get a copy of it."""
-    items = ["a"] * FEWEST + [element]
+    items = ["a"] * FEWEST_PACKED + [element]
     assert packed(items) is items
 
 
 def test_a_short_list_stays_as_it_is():
-    items = ["a"] * (FEWEST - 1)
+    items = ["a"] * (FEWEST_PACKED - 1)
     assert packed(items) is items
