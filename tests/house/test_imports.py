@@ -47,7 +47,7 @@ THIRD_PARTIES = {
         "workers.arrays",
         "transport.blocks",
         "transport.item_codec",
-        "backends.ray.channel",
+        "backends.ray.actor",
         "demo",
         "monitoring.duplicates",
     },

@@ -15,13 +15,14 @@ from helpers import LIMIT, wait_until
 
 import enqueuer
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
+from enqueuer.backends.ray.actor import RayWorker
 from enqueuer.enqueuers.enqueuer import core_of
 
 PACKAGE = Path(enqueuer.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "design.rst"
 BACKENDS = {"threads": "thread", "processes": Processes(start_method="fork"), "Ray": "ray"}
 AT = 20  # the batch that is profiled; at the first ones a start shows, too
-STREAM = "backends/ray/actor.py"
+STREAM = "backends/ray/actor.py", RayWorker.packets.__code__.co_firstlineno
 LARGE = 100_000  # numbers, 800 kB
 # Files, and functions, that may be passed on both sides.
 LIMITS = {
@@ -99,7 +100,7 @@ class Work:
             self.calls.start()
         elif number == AT + 1:
             if self.is_actor:
-                wait_until(lambda: STREAM in self.calls.files)
+                wait_until(lambda: STREAM in self.calls.seen)
             self.calls.stop()
             self.path.write_text(json.dumps(list(self.calls.seen)))
         return value

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import LIMIT
 
-from enqueuer.backends.ray.channel import Ended, ItemFrame, Outbox, TotalCredit
+from enqueuer.backends.ray.actor import Ended, ItemFrame, Outbox, TotalCredit
 from enqueuer.errors import Closed
 from enqueuer.transport.item_codec import decode
 

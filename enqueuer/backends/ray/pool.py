@@ -46,8 +46,17 @@ from enqueuer.backends.pool import (
     WorkerState,
     deliver_all,
 )
-from enqueuer.backends.ray.actor import GROUPS, ActorConfig, RayWorker
-from enqueuer.backends.ray.channel import Ended, Frame, RayInbox, Ready, TotalCredit, unpack
+from enqueuer.backends.ray.actor import (
+    GROUPS,
+    ActorConfig,
+    Ended,
+    Frame,
+    RayInbox,
+    RayWorker,
+    Ready,
+    TotalCredit,
+    unpack,
+)
 from enqueuer.backends.ray.session import Gone, Session, is_of_its_node, unwrapped
 from enqueuer.backends.thread_channel import UNBOUNDED
 from enqueuer.common import interrupts
