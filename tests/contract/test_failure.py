@@ -113,6 +113,16 @@ def test_stop_iteration_in_a_generator_is_a_runtime_error(backend):
     assert "StopIteration" in str(error)
 
 
+def test_stop_iteration_in_a_task_is_a_worker_error(backend):
+    def work(element):
+        return helpers.raise_stop_iteration() if element == 2 else element
+
+    with OrderedEnqueuer(range(4), work, workers=2, **backend) as enqueuer:
+        batches, error = until_error(enqueuer, WorkerError)
+    assert batches == [0, 1]
+    assert error.__cause__.args == (5,)
+
+
 @pytest.mark.thorough("processes")
 def test_a_failure_is_sticky_until_stop(backend):
     enqueuer = GeneratorEnqueuer(Failing(1, helpers.raise_value_error), **backend)

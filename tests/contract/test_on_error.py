@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import numpy as np
@@ -296,7 +297,25 @@ def test_a_report_too_many_is_raised(backend):
         got = []
         with pytest.raises(OSError, match=r"cannot read 4\.0") as caught:
             got.extend(enqueuer)
+    assert got == [0, 1]
+    assert caught.value.enqueuer_origin.item == 2
     assert "max_errors=2" in caught.value.__notes__[-1]
+
+
+def test_threads_of_a_generator_may_report():
+    def source(shard):
+        def load(number):
+            if number % 3 == 0:
+                shard.report(ValueError("spoilt"), log=False)
+
+        with ThreadPoolExecutor(4) as pool:
+            for number in range(0, 2000, 4):
+                list(pool.map(load, range(number, number + 4)))
+                yield number
+
+    with GeneratorEnqueuer(source, max_queue_size=64) as enqueuer:
+        counts = [(number, enqueuer.error_count) for number in enqueuer]
+    assert counts == [(at, len(range(0, at + 4, 3))) for at in range(0, 2000, 4)]
 
 
 def test_a_report_before_an_error_is_told_before_it(backend):
