@@ -1,6 +1,5 @@
 """The option `epochs`, and `get()` of tasks: the next epoch begins early, as if it did not."""
 
-import asyncio
 import functools
 import gc
 import itertools
@@ -134,18 +133,6 @@ def test_the_next_epoch_begins_at_once_if_there_is_room(make, backend, tmp_path)
         assert [list(enqueuer) for _ in range(2)] == [pairs(0), pairs(1)]
 
 
-@pytest.mark.ahead
-def test_the_next_epoch_of_tasks_begins_when_all_of_this_one_are_assigned(backend, tmp_path):
-    work = functools.partial(told_with_a_gate, tmp_path)
-    with with_tasks(work, workers=2, max_queue_size=2, epochs=2, **backend) as enqueuer:
-        batches = iter(enqueuer)
-        assert [next(batches) for _ in range(5)] == pairs(0)[:5]
-        assert enqueuer.queue.empty()
-        wait_for(tmp_path / "1-0")
-        (tmp_path / "open").touch()
-        assert [list(batches), list(enqueuer)] == [[(0, 5)], pairs(1)]
-
-
 @BOTH
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_nothing_is_begun_behind_the_last_epoch(make, epochs, backend, tmp_path):
@@ -219,19 +206,6 @@ def test_epochs_and_states_are_those_without_the_option(make, epochs, max_queue_
     assert read(make(**options), 4) == without
 
 
-@pytest.mark.thorough("processes")
-@DRAWN
-def test_a_resumed_loop_goes_on_with_the_very_next_batch(make, backend):
-    found, states = read(make(), 4)
-    batches = [batch for epoch in found for batch in epoch]
-    for state in states[3:-1:5]:
-        later = make(workers=2, epochs=4, **backend)
-        later.load_state_dict(state)
-        with later:
-            rest = [batch for _ in range(state["epoch"], 4) for batch in later]
-        assert rest == batches[state["total_items"] :]
-
-
 @pytest.mark.ahead
 def test_the_queue_has_the_batches_of_this_epoch_alone(gated, tmp_path):
     enqueuer, batches = gated
@@ -282,25 +256,6 @@ def test_other_workers_go_on_with_both_epochs(gated, tmp_path):
     enqueuer.reconfigure(workers=3)
     assert enqueuer.stats().queue_size == 0
     assert [list(enqueuer) for _ in range(2)] == [pairs(1), pairs(2)]
-
-
-@DRAWN
-@pytest.mark.ahead
-def test_workers_are_chosen_while_epochs_begin_early(make, backend):
-    without = read(make(), 5)
-    assert read(make(workers="auto", epochs=5, **backend), 5) == without
-
-
-@BOTH
-def test_event_loops_read_the_epochs(make, backend):
-    async def main():
-        async with make(where, workers=2, epochs=3, **backend) as enqueuer:
-            found = []
-            for _ in range(3):
-                found.append([batch async for batch in enqueuer])
-            return found
-
-    assert asyncio.run(main()) == [pairs(0), pairs(1), pairs(2)]
 
 
 @BOTH
@@ -409,22 +364,6 @@ def test_a_death_in_the_next_epoch_is_raised_in_its_turn(make, process, tmp_path
         assert len(found) <= 2
         assert caught.value.enqueuer_origin.epoch == 1
         assert enqueuer.state_dict()["epoch"] == 1
-
-
-def killed_with_a_queue(folder, element, epoch):
-    """Kill the worker once in the first epoch."""
-    if (epoch, element) == (0, 4):
-        kill_once(folder / "killed")
-    return epoch, element
-
-
-@BOTH
-def test_a_successor_begins_the_next_epoch_early(make, process, tmp_path):
-    work = functools.partial(killed_with_a_queue, tmp_path)
-    options = dict(workers=2, max_queue_size=20, max_restarts=1, epochs=3, **process)
-    with make(work, **options) as enqueuer:
-        assert [list(enqueuer) for _ in range(3)] == [pairs(0), pairs(1), pairs(2)]
-        assert enqueuer.restart_count == 1
 
 
 # --- all of it at random ---
