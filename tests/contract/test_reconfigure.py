@@ -1,14 +1,12 @@
 """reconfigure(workers=...): nothing lost, nothing twice, nothing in another order."""
 
-import contextlib
 import random
-import signal
 import threading
 
 import pytest
 from helpers import LIMIT, bytes_of, random_batches
 
-from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import GeneratorEnqueuer, InvalidState
 from enqueuer.enqueuers.enqueuer import core_of
 
 
@@ -122,54 +120,3 @@ def test_before_the_first_start_the_shards_follow_the_workers():
     enqueuer.reconfigure(workers=5)
     with enqueuer:
         assert enqueuer.state_dict()["shards"] == 5
-
-
-@pytest.mark.local
-def test_a_change_that_was_interrupted_leaves_the_next_run_alone():
-    """Its thread waits for the code of an iterable, and goes on after stop() and start()."""
-    inside, gate, passes = threading.Event(), threading.Event(), []
-
-    class Elements:
-        def __iter__(self):
-            passes.append(self)
-            yield from range(20)
-            if len(passes) == 1:
-                inside.set()
-                gate.wait(LIMIT)
-            yield from range(20, 100)
-
-    enqueuer = OrderedEnqueuer(Elements(), str, max_queue_size=1)
-    enqueuer.start()
-    consumer = threading.Thread(target=lambda: list(enqueuer))
-    consumer.start()
-    assert inside.wait(LIMIT)
-    with raising_within("taken", KeyError), pytest.raises(KeyError):
-        enqueuer.reconfigure(workers=3)
-    [changer] = [one for one in threading.enumerate() if one.name == "enqueuer-reconfigure"]
-    enqueuer.stop(timeout=0.1)
-    starter = threading.Thread(target=enqueuer.start)
-    starter.start()
-    gate.set()
-    for thread in (consumer, starter, changer):
-        thread.join(LIMIT)
-    with enqueuer:
-        assert list(enqueuer) == [str(number) for number in range(100)]
-
-
-@contextlib.contextmanager
-def raising_within(name, error):
-    """Raise an exception in the main thread, by a signal, once it is in a function of this name."""
-
-    def handler(number, frame):
-        while frame is not None and frame.f_code.co_name != name:
-            frame = frame.f_back
-        if frame is not None:
-            raise error
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -187,10 +187,15 @@ def test_after_an_interrupted_reconfigure(consumed_elsewhere, monkeypatch, then)
     enqueuer, let_go = consumed_elsewhere
     interrupt_reconfigure(enqueuer, monkeypatch)
     if then == "stop":
-        enqueuer.stop(timeout=1)
+        enqueuer.stop(timeout=0.2)
         assert not core_of(enqueuer).owned.are_running
+        # The change goes on when the iterable does, and leaves the next run alone.
+        starter = threading.Thread(target=enqueuer.start)
+        starter.start()
         read = let_go()
         assert read == [str(number) for number in range(len(read))]
+        starter.join(LIMIT)
+        assert list(enqueuer) == [str(number) for number in range(8)]
     else:
         timer = threading.Thread(target=let_go)
         timer.start()
