@@ -44,34 +44,33 @@ def read_by_threads(enqueuer, readers):
     return [item for into in taken for item in into]
 
 
-@pytest.mark.usefixtures("_switching")
-@pytest.mark.parametrize("size", [2, 64])
-def test_each_result_comes_once_to_one_of_several_readers(size):
-    with OrderedEnqueuer(range(COUNT), abs, workers=3, max_queue_size=size) as enqueuer:
-        assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
+def tasks(**options):
+    return OrderedEnqueuer(range(COUNT), abs, **options)
 
 
-@pytest.mark.usefixtures("_switching")
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("size", [3, 64])
-def test_each_item_comes_once_to_one_of_several_readers(size, ordered):
-    with GeneratorEnqueuer(numbers, workers=3, max_queue_size=size, ordered=ordered) as enqueuer:
-        assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
+def shards(**options):
+    return GeneratorEnqueuer(numbers, **options)
 
 
-@pytest.mark.thorough
+PROCESSES = {"workers": 2, "backend": "process", "max_queue_size": 16}
+
+
 @pytest.mark.usefixtures("_switching")
 @pytest.mark.parametrize(
-    "options",
+    ("make", "options"),
     [
-        pytest.param(dict(workers=2, backend="process"), id="processes"),
-        pytest.param(dict(workers=2, backend="process", concurrency=3), id="processes-concurrency"),
-        pytest.param(dict(workers=2, concurrency=3), id="threads-concurrency"),
+        (tasks, dict(max_queue_size=2)),
+        (tasks, dict(max_queue_size=64)),
+        (shards, dict(max_queue_size=3)),
+        (shards, dict(max_queue_size=64, ordered=False)),
+        pytest.param(tasks, PROCESSES, marks=pytest.mark.thorough),
+        pytest.param(tasks, PROCESSES | {"concurrency": 3}, marks=pytest.mark.thorough),
+        pytest.param(tasks, dict(workers=2, concurrency=3), marks=pytest.mark.thorough),
     ],
 )
-def test_each_result_of_other_workers_comes_once_to_one_of_several_readers(options):
-    with OrderedEnqueuer(range(COUNT), abs, max_queue_size=16, **options) as enqueuer:
-        assert sorted(read_by_threads(enqueuer, readers=3)) == list(range(COUNT))
+def test_each_batch_comes_once_to_one_of_several_readers(make, options):
+    with make(**{"workers": 3, **options}) as enqueuer:
+        assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
 
 
 @pytest.mark.thorough
