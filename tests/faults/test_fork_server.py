@@ -96,16 +96,6 @@ def test_a_worker_is_replaced_under_alarms_that_come_more_often_than_forks():
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_start_after_many_interrupted_ones_gets_its_own_worker(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server, "readable", interrupted)
-        for _ in range(20):
-            with pytest.raises(KeyboardInterrupt):
-                serve().start()
-    with serve() as enqueuer:
-        assert next(iter(enqueuer)) == pid_of(enqueuer)
-
-
 STOPPED = """
     import os, signal
     import helpers
