@@ -57,9 +57,29 @@ def test_an_enqueuer_is_collected_while_another_is_being_started(monkeypatch):
         gc.enable()
 
 
-def waits_for_room(worker):
-    """Return whether a worker thread waits; how many items the loop has taken is chance."""
-    return worker.meter.words[PHASE] == WAITING
+@contextlib.contextmanager
+def forgotten_with_a_full_inbox():
+    """Forget an enqueuer whose worker waits for room, which it gets at the end of the block.
+
+    Its worker must end then; no collection happens but those of the test.
+    """
+    gc.disable()
+    try:
+        enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
+        enqueuer.myself = enqueuer
+        next(iter(enqueuer))
+        (worker,) = core_of(enqueuer).run.backend.pool.workers
+        inbox, thread = worker.inbox, worker.thread
+        # How many items the loop has taken is chance.
+        wait_until(lambda: worker.meter.words[PHASE] == WAITING)
+        del enqueuer
+        yield
+        deque(inbox.take(1), maxlen=0)
+        inbox.acknowledge()
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatch):
@@ -72,24 +92,8 @@ def test_an_enqueuer_is_collected_by_its_own_worker_thread_inside_put(monkeypatc
             super().append(item)
 
     monkeypatch.setattr(thread_channel, "deque", Collecting)
-    gc.disable()
-    try:
-        enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
-        enqueuer.myself = enqueuer
-        batches = iter(enqueuer)
-        next(batches)
-        (worker,) = core_of(enqueuer).run.backend.pool.workers
-        inbox, thread = worker.inbox, worker.thread
-        wait_until(lambda: waits_for_room(worker))
-        del enqueuer, batches
+    with forgotten_with_a_full_inbox():
         armed.set()
-        # This makes room, so the worker puts.
-        deque(inbox.take(1), maxlen=0)
-        inbox.acknowledge()
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.thorough("processes")
@@ -115,26 +119,10 @@ def test_an_enqueuer_is_collected_between_seeing_that_an_inbox_is_full_and_waiti
             struck.set()
         return SimpleQueue()
 
-    gc.disable()
-    try:
-        enqueuer = GeneratorEnqueuer(counting, max_queue_size=2)
-        enqueuer.myself = enqueuer
-        batches = iter(enqueuer)
-        next(batches)
-        (worker,) = core_of(enqueuer).run.backend.pool.workers
-        inbox, thread = worker.inbox, worker.thread
-        wait_until(lambda: waits_for_room(worker))
+    with forgotten_with_a_full_inbox():
         monkeypatch.setattr("enqueuer.backends.thread_channel.SimpleQueue", collecting)
-        del enqueuer, batches
         armed.set()
-        # This makes room for one, so the worker sees that there is none for the next one.
-        deque(inbox.take(1), maxlen=0)
-        inbox.acknowledge()
-        thread.join(LIMIT)
-        assert struck.is_set()
-        assert not thread.is_alive()
-    finally:
-        gc.enable()
+    assert struck.is_set()
 
 
 class Chained:
