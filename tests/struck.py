@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import select
 import signal
 import threading
 import time
+import zlib
 from collections import deque
 
 import helpers
@@ -22,6 +24,8 @@ LIMIT_S = 10.0  # a run after its strike; only a hang reaches it
 STOP_S = 5.0  # of stop(), which promises 2.6; the machine may be busy
 GONE_S = 10.0  # what is dying may need a moment to be gone
 EPOCHS = 2
+EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
+MOST_FAILURES = 10  # after which a case gives up; each may take its time
 
 BACKENDS = {"thread": {"backend": "thread"}} | {
     method: {"backend": Processes(start_method=method)} for method in METHODS
@@ -200,3 +204,36 @@ def limited():
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def strike_places(case, sample, run, new_strike, record_property):
+    """Run a case once for each place that is to be struck; fail if one of these runs fails.
+
+    Args:
+        case: The case in words. Cases share much code, of which each strikes other places.
+        sample: Number of places, unless all are struck, or every so many.
+        run: Function that runs it with a strike.
+        new_strike: Function that returns the strike of a place, or of none.
+        record_property: The fixture.
+    """
+    failures, struck, missed = [], 0, 0
+    if EVERY:
+        places = itertools.count(zlib.crc32(case.encode()) % EVERY, EVERY)
+    else:
+        counted = new_strike(None)
+        run(counted)
+        places = [nth * counted.places // sample for nth in range(sample)]
+    for nth in places:
+        strike = new_strike(nth)
+        try:
+            run(strike)
+        except (Exception, Hangs) as error:
+            text = f"{nth} {strike.where}: {strike.error.__name__}: {error!r}"
+            failures.append(text[:300])
+        # How many places there are varies a little, as the workers have their own pace.
+        missed = 0 if strike.where else missed + max(EVERY, 1)
+        struck += not missed
+        if missed > 5 or len(failures) == MOST_FAILURES:
+            break
+    record_property("struck", struck)
+    assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import signal
 import threading
 import time
 import weakref
-import zlib
 from queue import Empty
 
 import helpers
@@ -25,8 +23,8 @@ from strikes import Strike
 from struck import (
     BACKENDS,
     EPOCHS,
+    EVERY,
     SOURCES,
-    Hangs,
     Loop,
     census,
     expected_of,
@@ -35,6 +33,7 @@ from struck import (
     limited,
     resume,
     started,
+    strike_places,
     wait_until_gone,
 )
 
@@ -44,9 +43,7 @@ from enqueuer.enqueuers import tasks
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
-EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 4, "fork": 2, "forkserver": 1, "spawn": 0}  # places of a case
-MOST_FAILURES = 10  # after which a test gives up; each may take its time
 
 
 def reconfigure(enqueuer, workers):
@@ -160,34 +157,8 @@ def one_run(action, source, backend, dies, strike):
 _failed = []  # enqueuers whose end would disturb the following runs
 
 
-def places(action, source, backend, dies):
-    """Yield the numbers of the places to be struck."""
-    if EVERY:
-        first = zlib.crc32(f"{action} {source} {backend} {dies}".encode()) % EVERY
-        yield from itertools.count(first, EVERY)
-        return
-    strike = Strike(None, action=print)
-    run(action, source, backend, dies, strike)
-    sample = SAMPLE[backend]
-    for nth in range(sample):
-        yield nth * strike.places // sample
-
-
-def says_it_again(action, source, dies):
-    """Return whether other cases tell the same, in the quick suite.
-
-    What loops differ in is the order of their batches, and what is begun ahead. For that it makes
-    no difference to which number the workers change, nor whether the loop is stopped after it.
-    """
-    is_plain = source in ("shards", "tasks")
-    return not is_plain and (dies or action in ("fewer", "change-and-stop"))
-
-
 CASES = [
-    pytest.param(
-        *(action, source, backend, dies),
-        marks=[pytest.mark.thorough] if says_it_again(action, source, dies) else [],
-    )
+    (action, source, backend, dies)
     for action, source, backend, dies in itertools.product(
         ACTIONS, SOURCES, BACKENDS, (False, True)
     )
@@ -201,19 +172,10 @@ CASES = [
 @pytest.mark.timeout(0 if EVERY else 120)
 @pytest.mark.parametrize(("action", "source", "backend", "dies"), CASES)
 def test_a_handler_may_call_the_enqueuer(action, source, backend, dies, record_property):
-    failures, struck, missed = [], 0, 0
-    for nth in places(action, source, backend, dies):
-        strike = Strike(nth, action=print)
-        try:
-            run(action, source, backend, dies, strike)
-        except (Exception, Hangs) as error:
-            failures.append(f"{nth} {strike.where}: {error!r}"[:300])
-        missed = 0 if strike.where else missed + max(EVERY, 1)
-        struck += not missed
-        if missed > 5 or len(failures) == MOST_FAILURES:
-            break
-    record_property("struck", struck)
-    assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+    case = action, source, backend, dies
+    new_strike = functools.partial(Strike, action=print)
+    one = functools.partial(run, *case)
+    strike_places(str(case), SAMPLE[backend], one, new_strike, record_property)
 
 
 class Entry(Strike):

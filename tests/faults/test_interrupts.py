@@ -12,19 +12,18 @@ and `ENQUEUER_INTERRUPTS=10` every tenth.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import os
 import signal
 import time
-import zlib
 
 import pytest
 from strikes import Alarm, Strike
 from struck import (
     BACKENDS,
+    EVERY,
     SOURCES,
     STOP_S,
-    Hangs,
     Loop,
     census,
     expected_of,
@@ -33,6 +32,7 @@ from struck import (
     limited,
     resume,
     started,
+    strike_places,
     wait_until_gone,
 )
 
@@ -41,14 +41,10 @@ from enqueuer.adapters.loading import Loader
 from enqueuer.enqueuers.enqueuer import core_of
 from enqueuer.enqueuers.run import State
 
-EVERY = int(os.environ.get("ENQUEUER_INTERRUPTS", "0"))  # 0: a sample
 SAMPLE = {"thread": 6, "fork": 2, "forkserver": 1, "spawn": 0}  # places of an operation
 
 # What handlers raise; some are what the system raises as well.
 ERRORS = (KeyboardInterrupt, Alarm, TimeoutError, OSError)
-
-LIFE = ("start", "stop", "exit", "reconfigure", "collection")
-MOST_FAILURES = 10  # after which a test gives up; each may take its time
 
 
 # --- what is done to them ---
@@ -182,6 +178,7 @@ def run(operation, source, backend, strike):
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask, "signals stay blocked"
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+    assert strike.raised or strike.is_swallowed or not strike.where, "the exception was swallowed"
 
 
 def one_run(operation, source, backend, strike):
@@ -204,30 +201,8 @@ def one_run(operation, source, backend, strike):
 _failed = []  # enqueuers whose end would disturb the following runs
 
 
-def places(operation, source, backend):
-    """Yield the numbers of the places to be struck."""
-    if EVERY:
-        # Cases share much code, of which each strikes other places.
-        first = zlib.crc32(f"{operation} {source} {backend}".encode()) % EVERY
-        yield from itertools.count(first, EVERY)
-        return
-    strike = Strike(None)
-    run(operation, source, backend, strike)
-    sample = SAMPLE[backend]
-    for nth in range(sample):
-        yield nth * strike.places // sample
-
-
-def says_it_again(operation, source):
-    """Return whether another source tells the same of an operation, in the quick suite."""
-    return operation in LIFE and source not in ("shards", "tasks")
-
-
 CASES = [
-    pytest.param(
-        *(operation, source, backend),
-        marks=[pytest.mark.thorough] if says_it_again(operation, source) else [],
-    )
+    (operation, source, backend)
     for operation, source, backend in itertools.product(OPERATIONS, SOURCES, BACKENDS)
     # A thread cannot be killed. While batches are ready, the loop does not look at the workers, and
     # an endless one may never wait.
@@ -245,27 +220,19 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+def new_strike(nth):
+    """Return a strike with one of the errors, in turn."""
+    return Strike(nth, ERRORS[(nth or 0) // max(EVERY, 1) % len(ERRORS)])
+
+
 @pytest.mark.thorough
 @pytest.mark.local
 @pytest.mark.timeout(0 if EVERY else 120)
 @pytest.mark.parametrize(("operation", "source", "backend"), CASES)
 def test_after_an_interrupt_all_goes_on(operation, source, backend, record_property):
-    failures, struck, missed = [], 0, 0
-    for nth in places(operation, source, backend):
-        strike = Strike(nth, ERRORS[nth // max(EVERY, 1) % len(ERRORS)])
-        try:
-            run(operation, source, backend, strike)
-            is_told = strike.raised or strike.is_swallowed
-            assert is_told or not strike.where, "the exception was swallowed"
-        except (Exception, Hangs) as error:
-            failures.append(f"{strike.where}: {strike.error.__name__}: {error!r}"[:300])
-        # how many places there are varies a little, as the workers have their own pace
-        missed = 0 if strike.where else missed + max(EVERY, 1)
-        struck += not missed
-        if missed > 5 or len(failures) == MOST_FAILURES:
-            break
-    record_property("struck", struck)
-    assert not failures, f"{len(failures)} of {struck} places:\n" + "\n".join(failures)
+    case = operation, source, backend
+    one = functools.partial(run, *case)
+    strike_places(str(case), SAMPLE[backend], one, new_strike, record_property)
 
 
 @pytest.mark.thorough
