@@ -136,12 +136,12 @@ def plain(item):
     return *where, zlib.crc32(array)
 
 
-def serial(source, epoch=0, on_error="skip", rank=0, world_size=1):
+def serial(source, epoch=0, on_error="skip"):
     """Return what a plain loop gives: one item of each shard in turn."""
     source = dataclasses.replace(source, deaths=())
     count = len(source.lengths)
     lines = deque()
-    for index in range(rank, count, world_size):
+    for index in range(count):
         shard = Shard(index, count, epoch, SEED)
         with borrowed_globals(shard):
             lines.append(deque(_one_shard(source, shard, callable(on_error))))

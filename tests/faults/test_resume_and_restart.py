@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 
 import pytest
-from helpers import alive, backend_of, packed, start_method_of, wait_until
+from helpers import alive, packed, start_method_of, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serial import SEED, Source, instead, plain, serial
@@ -161,47 +161,6 @@ def test_a_state_of_any_item_is_gone_on_from_anywhere(backend, ordered):
             reader.check(source)
 
 
-@pytest.mark.parametrize("knows", [False, True])
-def test_a_state_amid_items_that_were_taken_at_once(process, knows):
-    """Those that the loop has not had yet are of the rest, and come in their turns."""
-    source = Source(lengths=(2, 5, 3), gaps=frozenset({(1, 1), (2, 0)}), knows=knows)
-    whole, states = serial(source), []
-    with make(source, dict(process, max_queue_size=200)) as enqueuer:  # takes 25, if there are
-        wait_until(lambda: enqueuer.queue.qsize() == len(whole))
-        for _ in enqueuer:
-            states.append(packed(enqueuer.state_dict()))
-    for count, state in enumerate(states, 1):
-        with make(source, BACKENDS[0], state) as enqueuer:
-            assert [plain(item) for item in enqueuer] == whole[count:]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("stops_first", [False, True])
-@pytest.mark.repeats
-def test_a_chain_of_states_leaves_nothing_out(backend, stops_first):
-    """Each link is another enqueuer with other workers; also of one rank's share."""
-
-    @for_examples(
-        10 // cost(backend),
-        source=SOURCES,
-        links=st.lists(st.tuples(st.integers(0, 9), SIZES, st.booleans()), max_size=5),
-        ranks=st.sampled_from([(0, 1), (0, 1), (0, 2), (1, 2)]),
-    )
-    def check(source, links, ranks):
-        rank, world_size = ranks if len(source.lengths) > 1 else (0, 1)
-        share = dict(rank=rank, world_size=world_size)
-        reader, state = Reader(), None
-        for count, sizes, in_threads in [*links, (ALL, {"workers": 2}, True)]:
-            options = BACKENDS[0] if in_threads else backend
-            with make(source, {**options, **sizes, **share}, state) as enqueuer:
-                if count:
-                    reader.read(enqueuer, count)
-                state = packed(enqueuer.state_dict())
-            if stops_first:
-                assert packed(enqueuer.state_dict()) == state
-        reader.check(source, **share)
-
-
 # --- killed ---
 
 
@@ -331,72 +290,6 @@ def test_kills_at_random_moments_change_nothing(request, process, ordered, pause
         reader.check(source)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("knows", [False, True])
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.repeats
-def test_items_that_kill_change_nothing(request, process, ordered, knows, told, tmp_path_factory):
-    """In the middle of making an item, and while the source is loaded, so often and no more."""
-
-    @for_drawn_runs(request, process, 2)
-    def check(rng):
-        folder = tmp_path_factory.mktemp("deaths")
-        lengths = tuple(rng.randint(0, 30) for _ in range(rng.randint(1, 5)))
-        source = Source(
-            lengths,
-            size=rng.choice([0, 8, 300_000]),
-            draws_globals=not knows,
-            knows=knows,
-            deaths=drawn_deaths(rng, lengths, 3),
-            folder=str(folder),
-        )
-        options = dict(process, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
-        reader = Reader(ordered)
-        with make(source, options) as enqueuer:
-            reader.read(enqueuer)
-            deaths = len(os.listdir(folder))
-            assert enqueuer.restart_count == deaths
-            told.update(runs=1, kills=deaths, restarts=deaths)
-        reader.check(source)
-
-
-# --- all at once ---
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("knows", [False, True])
-@pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.repeats
-def test_kills_states_and_other_numbers_of_workers_in_one_run(
-    request, process, ordered, knows, told
-):
-    @for_drawn_runs(request, process, 2)
-    def check(rng):
-        # what comes out of threads must be the same, so nothing of the globals
-        source = drawn_source(rng, knows=knows)
-        reader, state, links = Reader(ordered), None, rng.randint(2, 3)
-        with Killer(rng, 0.02 * cost(process), most=4) as killer:
-            for link in range(links):
-                options = process if rng.random() < 0.8 else BACKENDS[0]
-                options = dict(options, **drawn_sizes(rng), ordered=ordered, max_restarts=MANY)
-                count = ALL if link == links - 1 else rng.randint(1, 2 * sum(source.lengths) + 1)
-                with make(source, options, state) as enqueuer:
-                    if backend_of(options) == "process":
-                        killer.enqueuer = enqueuer
-
-                    def change_sometimes():
-                        if rng.random() < 0.03 / cost(process):
-                            enqueuer.reconfigure(workers=rng.randint(1, 4))
-                            told.update(reconfigured=1)
-
-                    reader.read(enqueuer, count, after_each=change_sometimes)
-                    killer.enqueuer = None
-                    state = packed(enqueuer.state_dict())
-                    told.update(links=1, restarts=enqueuer.restart_count)
-        told.update(runs=1, kills=killer.kills)
-        reader.check(source)
-
-
 # --- errors that are skipped ---
 
 
@@ -420,9 +313,10 @@ def test_skipped_errors_and_kills(request, process, on_error, knows, told, tmp_p
             gaps=places(4),
             fails=places(3),
             unsendable=places(6),
+            size=rng.choice([0, 8, 300_000]),
             draws_globals=not knows,
             knows=knows,
-            deaths=drawn_deaths(rng, lengths, 2),
+            deaths=drawn_deaths(rng, lengths, 3),
             folder=str(folder),
         )
         options = dict(process, **drawn_sizes(rng), max_restarts=MANY, on_error=on_error)
