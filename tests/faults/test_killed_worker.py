@@ -1,14 +1,11 @@
 """Workers killed from outside, and what could hide their death."""
 
-import gc
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import tempfile
 import time
-import zlib
 
 import helpers
 import numpy as np
@@ -353,48 +350,7 @@ assert not helpers.alive(pid)
     check_program(tmp_path, program(text, "forkserver"))
 
 
-# --- at random ---
-
-
-def noted(shard):
-    yield os.getpid(), 0
-    rng = np.random.default_rng(shard.index)
-    for number in range(10**9):
-        large = rng.integers(0, 255, 1_000_000, np.uint8)
-        yield shard.index, number, zlib.crc32(large), large
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.repeats
-def test_kills_at_random_moments_tear_nothing(process, seed):
-    """What arrives is a beginning of what there should be, bit for bit; then comes the death."""
-    rng = random.Random(seed)
-    times = 2 if start_method_of(process) == "spawn" else 6
-    for kill in range(times):
-        workers = rng.choice([1, 2, 3])
-        size = rng.choice([1, 4, 10])
-        print(f"seed {seed}, kill {kill}: {workers} workers, max_queue_size {size}")
-        with GeneratorEnqueuer(noted, workers=workers, max_queue_size=size, **process) as enqueuer:
-            batches = iter(enqueuer)
-            pids = [next(batches)[0] for _ in range(workers)]
-            victim = rng.choice(pids)
-            at = time.monotonic() + rng.random() * 0.05
-            turn, numbers, killed = 0, [0] * workers, False
-            large = None
-            with pytest.raises(WorkerDied, match=f"process {victim}, .* was killed by SIGKILL"):
-                while True:
-                    if not killed and time.monotonic() >= at:
-                        os.kill(victim, signal.SIGKILL)
-                        killed = True
-                    shard, number, checksum, large = next(batches)
-                    assert (shard, number) == (turn, numbers[turn])
-                    assert zlib.crc32(large) == checksum
-                    numbers[turn] += 1
-                    turn = (turn + 1) % workers
-            assert killed
-            del large
-    gc.collect()
+# --- beside other things ---
 
 
 @helpers.retry_if_disturbed
