@@ -491,6 +491,26 @@ def text_when(enqueuer, words):
     return texts[-1]
 
 
+def run_in_threads(functions):
+    """Call functions, each in a thread of its own; fail unless all return in time."""
+    threads = [threading.Thread(target=function, daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def handling(number, handler):
+    """Have a handler of a signal, and afterwards the one of before."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 class Disturbed(AssertionError):
     """What was measured is not right, which other programs on the machine may have caused."""
 

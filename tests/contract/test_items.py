@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import psutil
 import pytest
-from helpers import LIMIT, wait_until
+from helpers import LIMIT, run_in_threads, wait_until
 
 from enqueuer import GeneratorEnqueuer, OverwrittenDataWarning
 from enqueuer.backends import thread_channel
@@ -201,12 +201,7 @@ def test_batches_may_be_dropped_in_any_thread(process):
     with GeneratorEnqueuer(numbered, max_queue_size=3, **process) as enqueuer:
         for _ in range(5):
             hold = [list(enqueuer)]
-            threads = [threading.Thread(target=hold.clear) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(LIMIT)
-                assert not thread.is_alive()
+            run_in_threads([hold.clear] * 4)
 
 
 def huge(shard):

@@ -9,7 +9,7 @@ import time
 from functools import partial
 
 import pytest
-from helpers import LIMIT, Gated, counting, twelve, wait_until
+from helpers import LIMIT, Gated, counting, handling, run_in_threads, twelve, wait_until
 
 from enqueuer import (
     GeneratorEnqueuer,
@@ -116,14 +116,12 @@ def test_a_signal_handler_may_ask_the_queue_while_the_loop_waits(backend, tmp_pa
         if len(answers) == 3:
             gate.touch()
 
-    before = signal.signal(signal.SIGALRM, ask)
-    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-    try:
-        with enqueuer:
+    with handling(signal.SIGALRM, ask), enqueuer:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        try:
             assert list(enqueuer) == [1]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
     assert set(answers[:3]) == {(0, True)}
 
 
@@ -167,13 +165,7 @@ def test_many_consumers_get_each_batch_once(backend):
 
     with GeneratorEnqueuer(lambda s: iter(s.split(range(2000))), workers=2, **backend) as enqueuer:
         batches = iter(enqueuer)
-        threads = [
-            threading.Thread(target=lambda mine=mine: mine.extend(batches)) for mine in taken
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
+        run_in_threads([partial(mine.extend, batches) for mine in taken])
     assert sorted(number for mine in taken for number in mine) == list(range(2000))
     assert all(mine == sorted(mine) for mine in taken)
 

@@ -8,11 +8,10 @@ import os
 import random
 import re
 import signal
-import threading
 
 import numpy as np
 import pytest
-from helpers import LIMIT, Counting, Reversed, backend_of, kill_once, packed, wait_until
+from helpers import Counting, Reversed, backend_of, kill_once, packed, run_in_threads, wait_until
 
 from enqueuer import (
     Closed,
@@ -550,11 +549,7 @@ def test_threads_share_the_epochs(backend):
         def read(own):
             own.extend(itertools.islice(enqueuer.get(), 35))
 
-        threads = [threading.Thread(target=read, args=(own,)) for own in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
+        run_in_threads([functools.partial(read, own) for own in found])
     together = [(epoch, element) for own in found for epoch, element, _ in own]
     assert sorted(together) == pairs(*range(15), count=7)
 

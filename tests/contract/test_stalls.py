@@ -14,7 +14,7 @@ from queue import Empty
 
 import helpers
 import pytest
-from helpers import Gated, text_when, timeout_of, wait_until
+from helpers import Gated, handling, text_when, timeout_of, wait_until
 
 from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer, StallWarning, prefetch
 from enqueuer.enqueuers.enqueuer import core_of
@@ -281,16 +281,12 @@ def test_a_timeout_error_of_the_users_own_passes(backend, tmp_path, limit):
         raise TimeoutError("my own")
 
     source = Gated(tmp_path, stops=[(0, 0)])
-    before = signal.signal(signal.SIGALRM, alarm)
-    try:
-        with GeneratorEnqueuer(source, **backend) as enqueuer:
-            signal.setitimer(signal.ITIMER_REAL, SHORT_S)
-            with pytest.raises(TimeoutError, match="my own"):
-                enqueuer.queue.get(timeout=limit)
-            source.let_on()
-            assert list(enqueuer) == [(0, 0), (0, 1), (0, 2)]
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with handling(signal.SIGALRM, alarm), GeneratorEnqueuer(source, **backend) as enqueuer:
+        signal.setitimer(signal.ITIMER_REAL, SHORT_S)
+        with pytest.raises(TimeoutError, match="my own"):
+            enqueuer.queue.get(timeout=limit)
+        source.let_on()
+        assert list(enqueuer) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_a_warning_that_is_made_an_error_loses_nothing(tmp_path, no_warnings):

@@ -1,5 +1,6 @@
 """Several threads read one enqueuer, and the interpreter switches threads all the time."""
 
+import functools
 import itertools
 import sys
 import threading
@@ -7,7 +8,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import LIMIT
+from helpers import LIMIT, run_in_threads
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.enqueuers.enqueuer import core_of
@@ -35,12 +36,7 @@ def read_by_threads(enqueuer, readers):
         begin.wait(LIMIT)
         into.extend(iter(enqueuer))
 
-    threads = [threading.Thread(target=read, args=(into,), daemon=True) for into in taken]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+    run_in_threads([functools.partial(read, into) for into in taken])
     return [item for into in taken for item in into]
 
 

@@ -8,7 +8,7 @@ import textwrap
 
 import psutil
 import pytest
-from helpers import METHODS, alive, pid_of, run_program, wait_until
+from helpers import METHODS, alive, handling, pid_of, run_program, wait_until
 
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.process import fork_server
@@ -74,26 +74,22 @@ def test_a_worker_is_replaced_under_alarms_that_come_more_often_than_forks():
         raise Alarm
 
     alarms, found = [], set()
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with GeneratorEnqueuer(
-            pids, max_queue_size=1, max_restarts=1, backend=Processes(start_method="forkserver")
-        ) as enqueuer:
-            batches = iter(enqueuer)
-            first = next(batches)
-            os.kill(fork_server.server.popen.pid, signal.SIGSTOP)
-            os.kill(first, signal.SIGKILL)
-            while not found - {first}:
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 0.0005)
-                    found.add(next(batches))
-                except Alarm:
-                    continue
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            assert enqueuer.restart_count == 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    served = Processes(start_method="forkserver")
+    enqueuer = GeneratorEnqueuer(pids, max_queue_size=1, max_restarts=1, backend=served)
+    with handling(signal.SIGALRM, handler), enqueuer:
+        batches = iter(enqueuer)
+        first = next(batches)
+        os.kill(fork_server.server.popen.pid, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        while not found - {first}:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0005)
+                found.add(next(batches))
+            except Alarm:
+                continue
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        assert enqueuer.restart_count == 1
 
 
 STOPPED = """

@@ -19,6 +19,7 @@ from queue import Empty
 
 import helpers
 import pytest
+from helpers import handling
 from strikes import Strike
 from struck import (
     BACKENDS,
@@ -65,13 +66,10 @@ def twice(enqueuer, loop):
     # `interrupts` keeps each handler that it has replaced, and after a stop in the middle of an
     # epoch an enqueuer has batches.
     within = weakref.proxy(enqueuer)
-    before = signal.signal(signal.SIGUSR2, lambda *_: reconfigure(within, 1))
-    try:
+    with handling(signal.SIGUSR2, lambda *_: reconfigure(within, 1)):
         reconfigure(enqueuer, 3)
         signal.raise_signal(signal.SIGUSR2)
         reconfigure(enqueuer, 4)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
 
 
 def stop(enqueuer, loop):
@@ -214,14 +212,6 @@ def test_a_batch_that_a_handler_takes_ends_no_epoch(ordered):
     assert nth > 5
 
 
-def start_again(enqueuer, loop):
-    """Do what is not possible here."""
-    with pytest.raises(InvalidState, match=r"start\(\) was called"):
-        enqueuer.start()
-    with pytest.raises(InvalidState, match=r"load_state_dict\(\) was called"):
-        enqueuer.load_state_dict(enqueuer.state_dict())
-
-
 def start_and_act(action, backend, strike):
     enqueuer = SOURCES["shards"](workers=2, max_queue_size=2, random_seed=1, **BACKENDS[backend])
     try:
@@ -260,27 +250,26 @@ def test_a_handler_may_call_an_enqueuer_that_starts(action, backend):
 @pytest.mark.local
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_handler_cannot_start_what_starts(method):
-    before, called = signal.signal(signal.SIGUSR1, lambda *_: act()), []
+    called, pool_start = [], ProcessPool.start_worker
+    enqueuer = SOURCES["shards"](workers=2, random_seed=1, **BACKENDS[method])
 
-    def act():
+    def start_again(*_):
+        """Do what is not possible here."""
         called.append(True)
-        start_again(enqueuer, None)
-
-    try:
-        enqueuer = SOURCES["shards"](workers=2, random_seed=1, **BACKENDS[method])
-        pool_start = ProcessPool.start_worker
-
-        def start_worker(pool, index):
-            signal.raise_signal(signal.SIGUSR1)
-            return pool_start(pool, index)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ProcessPool, "start_worker", start_worker)
+        with pytest.raises(InvalidState, match=r"start\(\) was called"):
             enqueuer.start()
-        assert called
-        go_on(Loop(enqueuer), "shards")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        with pytest.raises(InvalidState, match=r"load_state_dict\(\) was called"):
+            enqueuer.load_state_dict(enqueuer.state_dict())
+
+    def start_worker(pool, index):
+        signal.raise_signal(signal.SIGUSR1)
+        return pool_start(pool, index)
+
+    with handling(signal.SIGUSR1, start_again), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessPool, "start_worker", start_worker)
+        enqueuer.start()
+    assert called
+    go_on(Loop(enqueuer), "shards")
 
 
 @pytest.mark.thorough
@@ -296,15 +285,12 @@ def test_an_exception_of_a_handler_while_elements_are_read_is_no_error_of_theirs
         raise TimeoutError("of the handler")
 
     monkeypatch.setattr(tasks, "order_of", interrupted)
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        enqueuer = OrderedEnqueuer(range(5), abs, workers=1)
+    enqueuer = OrderedEnqueuer(range(5), abs, workers=1)
+    with handling(signal.SIGUSR1, handle):
         with pytest.raises(TimeoutError, match="of the handler"):
             enqueuer.start()
         with enqueuer:
             assert list(enqueuer) == [0, 1, 2, 3, 4]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.thorough
@@ -313,7 +299,7 @@ def test_an_exception_of_a_handler_while_elements_are_read_is_no_error_of_theirs
 @pytest.mark.parametrize("backend", [BACKENDS["thread"], BACKENDS["fork"]], ids=["thread", "fork"])
 def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, name):
     """Another thread changes the workers, and the handler comes while the loop still waits."""
-    is_called, thread = threading.Event(), None
+    is_called = threading.Event()
 
     def change(*_):
         is_called.set()
@@ -342,19 +328,16 @@ def test_a_handler_does_not_wait_for_a_thread_that_waits_for_its_loop(backend, n
         old.close = closing
         enqueuer.reconfigure(3)
 
-    before = signal.signal(signal.SIGUSR1, change)
-    try:
-        with limited(), GeneratorEnqueuer(gated, shards=2, workers=2, **backend) as enqueuer:
-            batches = iter(enqueuer)
-            seen, state = [next(batches), next(batches)], enqueuer.state_dict()
-            thread = threading.Thread(target=change_in_thread)
-            thread.start()
-            seen += batches
-            thread.join(helpers.LIMIT)
-            assert seen == [(n, i) for n in range(3) for i in range(2)][: len(seen)]
-            assert name == "stop" or len(seen) == 6
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    enqueuer = GeneratorEnqueuer(gated, shards=2, workers=2, **backend)
+    with handling(signal.SIGUSR1, change), limited(), enqueuer:
+        batches = iter(enqueuer)
+        seen, state = [next(batches), next(batches)], enqueuer.state_dict()
+        thread = threading.Thread(target=change_in_thread)
+        thread.start()
+        seen += batches
+        thread.join(helpers.LIMIT)
+        assert seen == [(n, i) for n in range(3) for i in range(2)][: len(seen)]
+        assert name == "stop" or len(seen) == 6
 
 
 def gated(shard):
@@ -424,20 +407,19 @@ def test_the_error_of_a_handler_comes_out_of_a_length_that_the_loop_asks_for(bac
     def handle(number, frame):
         raise TimeoutError("of an alarm")
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        for calls in itertools.count():
-            elements = Alarmed()
-            with OrderedEnqueuer(elements, **BACKENDS[backend]) as enqueuer:
-                assert list(enqueuer) == list(range(12))
-                elements.calls = calls
-                try:
-                    list(enqueuer)
-                except TimeoutError:
-                    continue
-                is_reached, elements.calls = elements.calls is None, None
-            assert not is_reached, f"the exception was swallowed at call {calls}"
-            break
-        assert calls > 0
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    for calls in itertools.count():
+        elements = Alarmed()
+        with (
+            handling(signal.SIGUSR1, handle),
+            OrderedEnqueuer(elements, **BACKENDS[backend]) as enqueuer,
+        ):
+            assert list(enqueuer) == list(range(12))
+            elements.calls = calls
+            try:
+                list(enqueuer)
+            except TimeoutError:
+                continue
+            is_reached, elements.calls = elements.calls is None, None
+        assert not is_reached, f"the exception was swallowed at call {calls}"
+        break
+    assert calls > 0

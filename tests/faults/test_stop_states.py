@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import helpers
 import pytest
-from helpers import LIMIT, counting, start_method_of, wait_until
+from helpers import LIMIT, counting, run_in_threads, start_method_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, InvalidState, OrderedEnqueuer, Processes, StopWarning
 from enqueuer.enqueuers import run
@@ -153,12 +153,7 @@ def test_stop_while_another_thread_starts(backend, times):
 def test_many_threads_stop_at_once(backend):
     with GeneratorEnqueuer(counting, workers=2, **backend) as enqueuer:
         next(iter(enqueuer))
-        threads = [threading.Thread(target=enqueuer.stop) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
-        assert not any(thread.is_alive() for thread in threads)
+        run_in_threads([enqueuer.stop] * 8)
     assert "STOPPED" in repr(enqueuer)
 
 
