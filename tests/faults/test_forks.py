@@ -18,6 +18,7 @@ from helpers import (
     Program,
     alive,
     counting,
+    run_in_threads,
     run_program,
     twelve,
     wait_until,
@@ -133,6 +134,22 @@ def test_a_forked_child_may_have_its_own(backend):
         assert next(batches) == (1, 0)
 
 
+BEGIN = """
+import os, sys, time, warnings
+import helpers
+from helpers import counting, twelve
+from enqueuer import GeneratorEnqueuer, Processes
+
+warnings.simplefilter("ignore", DeprecationWarning)
+options = dict(backend=Processes(start_method={method!r}), workers=2)
+"""
+
+
+def program(text, method):
+    """Return a program that begins with the lines above."""
+    return BEGIN.format(method=method) + textwrap.dedent(text)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
@@ -146,12 +163,6 @@ def test_a_forked_child_may_have_its_own(backend):
 )
 def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
     text = f"""
-        import os, sys, warnings
-        from helpers import counting, twelve
-        from enqueuer import GeneratorEnqueuer, Processes
-
-        warnings.simplefilter("ignore", DeprecationWarning)
-        options = dict(backend=Processes(start_method={method!r}), workers=2)
         enqueuer = GeneratorEnqueuer(counting, **options)
         batches = iter(enqueuer)
         next(batches)
@@ -161,20 +172,15 @@ def test_the_exit_of_a_forked_child_does_no_harm(method, end, tmp_path):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
         assert [next(batches) for _ in range(30)][-1] == (0, 15)
     """
-    code, out, err = run_program(tmp_path, text)
-    assert (code, out, err) == (0, "", "")
+    assert run_program(tmp_path, program(text, method)) == (0, "", "")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tmp_path):
-    text = f"""
-        import os, sys, warnings
-        from helpers import twelve
-        from enqueuer import GeneratorEnqueuer, Processes
+    text = """
         from enqueuer.backends.process.handle import Starter
 
-        warnings.simplefilter("ignore", DeprecationWarning)
         start = Starter.start
 
         def start_and_fork(starter, index, *arguments):
@@ -184,33 +190,23 @@ def test_a_child_that_is_forked_inside_start_leaves_the_workers_alone(method, tm
             return worker
 
         Starter.start = start_and_fork
-        options = dict(backend=Processes(start_method={method!r}), workers=2)
         with GeneratorEnqueuer(twelve, **options) as enqueuer:
             assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
             assert len(list(enqueuer)) == 12
     """
-    code, out, err = run_program(tmp_path, text)
-    assert (code, out, err) == (0, "", "")
+    assert run_program(tmp_path, program(text, method)) == (0, "", "")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tmp_path):
-    text = f"""
-        import os, time, warnings
-        import helpers
-        from enqueuer import GeneratorEnqueuer, Processes
-
-        warnings.simplefilter("ignore", DeprecationWarning)
-
+    text = """
         def source(shard):
             yield os.getpid()
             helpers.hang_in_c()
             yield 1
 
-        enqueuer = GeneratorEnqueuer(
-            source, backend=Processes(start_method={method!r}), workers=2
-        )
+        enqueuer = GeneratorEnqueuer(source, **options)
         batches = iter(enqueuer)
         pids = [next(batches), next(batches)]
         child = os.fork()
@@ -219,13 +215,13 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(method, tm
         print(child, *pids, flush=True)
         time.sleep(1000)
     """
-    with Program(tmp_path, text) as program:
-        child, *pids = map(int, program.line().split())
-        program.process.kill()
+    with Program(tmp_path, program(text, method)) as parent:
+        child, *pids = map(int, parent.line().split())
+        parent.process.kill()
         wait_until(lambda: not any(map(alive, pids)), 2)
         assert alive(child)
         # No fork server, either. Python's resource tracker lives as long as the child.
-        wait_until(lambda: {pid for pid in program.members() if not is_tracker(pid)} == {child}, 2)
+        wait_until(lambda: {pid for pid in parent.members() if not is_tracker(pid)} == {child}, 2)
 
 
 def is_tracker(pid):
@@ -312,11 +308,7 @@ def test_starts_in_many_threads_at_once(backend):
         with GeneratorEnqueuer(twelve, workers=2, **backend) as enqueuer:
             seen.append(list(enqueuer))
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    run_in_threads([run] * 4)
     assert seen == [list(range(12))] * 4
 
 
