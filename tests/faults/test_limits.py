@@ -24,6 +24,31 @@ BEGIN = """
         for number in range(40):
             yield np.full(10_000_000, number % 256, np.uint8)
 
+    def refused_starts(make, more):
+        # Start with so many descriptors more than are open; return how many starts failed.
+        # Whatever the limit: an error with advice, no worker, no descriptor.
+        full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        refused = 0
+        for count in more:
+            gc.collect()
+            before = set(os.listdir("/proc/self/fd"))
+            enqueuer = make()
+            limit(resource.RLIMIT_NOFILE, len(before) + count)
+            try:
+                enqueuer.start()
+            except StartError as error:
+                refused += 1
+                assert "ulimit -n" in str(error), error
+            finally:
+                limit(resource.RLIMIT_NOFILE, full)
+            enqueuer.stop()
+            gc.collect()
+            after = set(os.listdir("/proc/self/fd"))
+            lost = 2 if METHOD == "fork" else 0  # by multiprocessing, if its second pipe fails
+            assert len(after) <= len(before) + lost, (count, before, after)
+            assert threading.active_count() == 1
+        return refused
+
     def check(source, count, method):
         with GeneratorEnqueuer(source, backend=Processes(start_method=method)) as enqueuer:
             for number, batch in enumerate(enqueuer):
@@ -43,44 +68,25 @@ def run(request, tmp_path):
     """Run a program that begins with the lines above, by each start method."""
 
     def run(text, **options):
-        return run_program(tmp_path, BEGIN + indented(text, request.param), **options)
+        return run_program(tmp_path, program(text, request.param), **options)
 
     return run
 
 
-def indented(text, method):
-    """Return lines as those of BEGIN, with a start method."""
+def program(text, method):
+    """Return a program of the lines above and others, with a start method."""
     lines = [f"    {line}" for line in text.splitlines() if line.strip()]
-    return "\n".join(lines).replace("METHOD", repr(method))
+    return (BEGIN + "\n".join(lines)).replace("METHOD", repr(method))
 
 
 @pytest.mark.thorough
 def test_a_start_without_enough_descriptors_leaves_nothing(run):
-    """Whatever the limit: an error with advice, no worker, no descriptor; later it works."""
     text = """
 with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueuer:
     assert list(enqueuer) == list(range(12))
-full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-refused = 0
-for more in range(0, 40, 3):
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
-    enqueuer = GeneratorEnqueuer(counting, backend=Processes(start_method=METHOD), workers=8)
-    limit(resource.RLIMIT_NOFILE, len(before) + more)
-    try:
-        enqueuer.start()
-    except StartError as error:
-        refused += 1
-        assert "ulimit -n" in str(error), error
-    finally:
-        limit(resource.RLIMIT_NOFILE, full)
-    enqueuer.stop()
-    gc.collect()
-    after = set(os.listdir("/proc/self/fd"))
-    lost = 2 if METHOD == "fork" else 0  # by multiprocessing, if the second of its pipes fails
-    assert len(after) <= len(before) + lost, (more, before, after)
-    assert threading.active_count() == 1
-assert refused > 5, refused
+def make():
+    return GeneratorEnqueuer(counting, backend=Processes(start_method=METHOD), workers=8)
+assert refused_starts(make, range(0, 40, 3)) > 5
 with GeneratorEnqueuer(twelve, backend=Processes(start_method=METHOD)) as enqueuer:
     assert list(enqueuer) == list(range(12))
 """
@@ -100,26 +106,9 @@ def make():
     return GeneratorEnqueuer(source, backend=Processes(start_method=METHOD))
 with make() as enqueuer:
     assert list(enqueuer) == [20]
-full = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-gc.collect()
-before = set(os.listdir("/proc/self/fd"))
-refused = 0
-for more in range(0, 70, 7):
-    enqueuer = make()
-    limit(resource.RLIMIT_NOFILE, len(before) + more)
-    try:
-        enqueuer.start()
-    except StartError as error:
-        refused += 1
-        assert "ulimit -n" in str(error), error
-    finally:
-        limit(resource.RLIMIT_NOFILE, full)
-    enqueuer.stop()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= len(before), more
-assert 5 < refused < 10, refused
+assert 5 < refused_starts(make, range(0, 70, 7)) < 10
 """
-    assert run_program(tmp_path, BEGIN + indented(text, method)) == (0, "", "")
+    assert run_program(tmp_path, program(text, method)) == (0, "", "")
 
 
 def test_a_source_that_finds_no_descriptor_when_it_is_pickled_is_no_culprit(run):
