@@ -38,13 +38,15 @@ class Counter:
             yield np.zeros(100_000, np.uint8)
 
 
-FORK_OR_THREAD = without("process-spawn", "process-forkserver", "process-fork-portable")
+@pytest.fixture(params=without("process-spawn", "process-forkserver", "process-fork-portable"))
+def options(request):
+    """Options for threads and forked processes."""
+    return request.param
 
 
 @pytest.mark.thorough("processes")
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("workers", "size"), [(1, 1), (1, 10), (3, 10), (3, 2), (4, 1)])
-@pytest.mark.parametrize("options", FORK_OR_THREAD)
 def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered, tmp_path):
     counter = Counter(tmp_path)
     with GeneratorEnqueuer(
@@ -58,7 +60,6 @@ def test_no_more_wait_than_the_bound_allows(options, workers, size, ordered, tmp
             next(batches)
 
 
-@pytest.mark.parametrize("options", FORK_OR_THREAD)
 def test_the_queue_fills_up_to_the_bound(options, tmp_path):
     counter = Counter(tmp_path)
     with GeneratorEnqueuer(counter.source, workers=2, max_queue_size=6, **options) as enqueuer:
@@ -67,7 +68,6 @@ def test_the_queue_fills_up_to_the_bound(options, tmp_path):
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-@pytest.mark.parametrize("options", FORK_OR_THREAD)
 def test_bytes_are_bounded_too(options, ordered, tmp_path):
     counter = Counter(tmp_path)
     with GeneratorEnqueuer(
@@ -93,7 +93,6 @@ def example(number):
     return Example(np.zeros(100_000, np.uint8), number)
 
 
-@pytest.mark.parametrize("options", FORK_OR_THREAD)
 def test_bytes_in_attributes_are_bounded_too(options):
     source = functools.partial(map, example, range(20))
     with GeneratorEnqueuer(lambda: source(), max_queue_bytes=450_000, **options) as enqueuer:
@@ -102,7 +101,6 @@ def test_bytes_in_attributes_are_bounded_too(options):
         assert enqueuer.stats().bytes >= 20 * 100_000
 
 
-@pytest.mark.parametrize("options", FORK_OR_THREAD)
 def test_tasks_are_handed_out_by_the_bytes_in_attributes(options):
     with OrderedEnqueuer(range(20), example, max_queue_bytes=450_000, **options) as enqueuer:
         # The first one tells how large they are. If that comes too late for the next one, one

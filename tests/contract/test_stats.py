@@ -21,9 +21,14 @@ from enqueuer.common import text
 from enqueuer.monitoring import progress
 from enqueuer.monitoring.stats import HARDLY_WAITS, OFTEN_LACKS_CPU
 
-BACKENDS = without("process-spawn", "process-fork-portable")
 OTHER_PROCESSES = without("thread", "process-spawn", "process-fork-portable")
 MEGABYTE = 1_000_000
+
+
+@pytest.fixture(params=without("process-spawn", "process-fork-portable"))
+def options(request):
+    """Options without spawn and the portable path, which make no difference here."""
+    return request.param
 
 
 def stats_of(source, *, batches=None, use_s=0.0, **options):
@@ -51,7 +56,6 @@ def steady_stats_of(source, *, use_s=0.0, **options):
 # --- counters ---
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_items_are_counted_for_each_worker_and_in_all(options):
     stats = stats_of(twelve, workers=3, **options)
     assert stats.items == 12
@@ -61,7 +65,6 @@ def test_items_are_counted_for_each_worker_and_in_all(options):
     assert stats.backend == backend_of(options)
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_tasks_are_counted_likewise(options):
     with OrderedEnqueuer(range(20), abs, workers=2, **options) as enqueuer:
         assert len(list(enqueuer)) == 20
@@ -71,7 +74,6 @@ def test_tasks_are_counted_likewise(options):
     assert [worker.shards for worker in stats.workers] == [(), ()]
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_bytes_are_those_of_the_batches(options):
     def source():
         for _ in range(40):
@@ -82,7 +84,6 @@ def test_bytes_are_those_of_the_batches(options):
     assert (stats.block_bytes >= MEGABYTE) == (backend_of(options) == "process")
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_no_more_than_max_queue_size_is_said_to_wait(options):
     """A finished batch that each worker may have beyond it counts as held by the worker."""
     with OrderedEnqueuer(range(20), workers=3, max_queue_size=2, **options) as enqueuer:
@@ -92,7 +93,6 @@ def test_no_more_than_max_queue_size_is_said_to_wait(options):
         assert enqueuer.queue.qsize() == 2
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
     with GeneratorEnqueuer(twelve, max_queue_size=5, **options) as enqueuer:
         wait_until(lambda: enqueuer.stats().queue_size == 5)
@@ -102,7 +102,6 @@ def test_a_batch_that_waits_is_not_an_item_of_the_loop_yet(options):
 
 
 @pytest.mark.thorough("processes")
-@pytest.mark.parametrize("options", BACKENDS)
 def test_the_time_of_a_worker_is_divided_without_a_rest(options):
     def source():
         for _ in range(10):
@@ -129,7 +128,6 @@ def test_the_time_of_a_worker_is_divided_without_a_rest(options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", BACKENDS)
 def test_the_time_of_the_loop_is_waiting_and_working(options):
     def source():
         for _ in range(20):
@@ -143,7 +141,6 @@ def test_the_time_of_the_loop_is_waiting_and_working(options):
 
 
 @pytest.mark.thorough("processes")
-@pytest.mark.parametrize("options", BACKENDS)
 def test_waits_are_sorted_by_their_length(options):
     def source():
         for number in range(20):
@@ -158,7 +155,6 @@ def test_waits_are_sorted_by_their_length(options):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", BACKENDS)
 def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
     def source():
         yield 0
@@ -178,7 +174,6 @@ def test_a_wait_that_lasts_is_counted_while_it_lasts(options):
 
 
 @pytest.mark.thorough("processes")
-@pytest.mark.parametrize("options", BACKENDS)
 def test_of_workers_cpu_is_known_and_of_processes_memory(options):
     def source():
         for _ in range(30):
@@ -242,7 +237,6 @@ def test_before_the_start_there_is_nothing():
     assert stats.bottleneck().kind == "unknown"
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_after_the_stop_they_are_those_of_the_run(options):
     with GeneratorEnqueuer(twelve, workers=2, **options) as enqueuer:
         list(enqueuer)
@@ -252,7 +246,6 @@ def test_after_the_stop_they_are_those_of_the_run(options):
     assert stats == enqueuer.stats()
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_a_new_start_begins_anew(options):
     enqueuer = GeneratorEnqueuer(twelve, **options)
     with enqueuer:
@@ -264,7 +257,6 @@ def test_a_new_start_begins_anew(options):
         assert enqueuer.stats().items == 24
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_the_difference_of_two_is_what_was_between_them(options):
     with GeneratorEnqueuer(twelve, workers=2, **options) as enqueuer:
         list(enqueuer)
@@ -290,7 +282,6 @@ def test_the_rate_between_two_counts_all_batches_in_between():
         assert one.items_per_s == pytest.approx(3 / (one.waiting_s + one.working_s))
 
 
-@pytest.mark.parametrize("options", BACKENDS)
 def test_new_workers_are_not_compared_with_those_before_them(options):
     with GeneratorEnqueuer(twelve, workers=2, shards=2, **options) as enqueuer:
         list(enqueuer)
@@ -370,7 +361,6 @@ LOADS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", LOADS)
-@pytest.mark.parametrize("options", BACKENDS)
 def test_the_bottleneck_of_a_load_of_each_kind_is_found(options, kind):
     stats = check(kind, functools.partial(LOADS[kind], **options))
     if kind == "source":
@@ -383,7 +373,6 @@ def test_the_bottleneck_of_a_load_of_each_kind_is_found(options, kind):
 
 # Ray takes longer to start than all the rest takes.
 @pytest.mark.local
-@pytest.mark.parametrize("options", BACKENDS)
 def test_elements_that_the_loop_reads_slowly_are_reported(options):
     def elements():
         for number in range(30):
@@ -409,7 +398,6 @@ def wait_10_ms(element):
 
 @pytest.mark.thorough
 @pytest.mark.local
-@pytest.mark.parametrize("options", BACKENDS)
 def test_between_epochs_a_worker_waits_for_no_task(options):
     """A long pause hides neither the source nor that its elements wait."""
 
