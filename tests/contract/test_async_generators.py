@@ -298,19 +298,6 @@ def test_stop_closes_generators_that_wait_for_their_turn(backend, tmp_path):
     assert len(list(tmp_path.glob("ended-*"))) == 3
 
 
-def test_an_error_of_finally_is_logged(caplog):
-    async def fails_at_end(shard):
-        try:
-            for number in itertools.count():
-                yield number
-        finally:
-            raise KeyError("at the end")
-
-    with GeneratorEnqueuer(fails_at_end, shards=2) as enqueuer:
-        assert [next(enqueuer.get()) for _ in range(3)] == [0, 0, 1]
-    assert [text for text in caplog.messages if "closing the generator of shard" in text]
-
-
 async def is_slow_within(folder, shard):
     (folder / f"begun-{shard.index}").touch()
     async for number in slow_inner():
@@ -416,19 +403,6 @@ def test_items_of_several_async_generators_are_mixed(backend):
 
     mixed = mix({"letters": letters, "numbers": lambda: iter(range(4))}, at_end="continue")
     assert list(prefetch(mixed, **backend)) == ["a", 0, "b", 1, 2, 3]
-
-
-@pytest.mark.thorough
-def test_the_cpu_time_of_the_event_loop_is_that_of_the_worker():
-    async def computes(shard):
-        end = time.thread_time() + 0.3
-        while time.thread_time() < end:
-            await asyncio.sleep(0)
-        yield 1
-
-    with GeneratorEnqueuer(computes) as enqueuer:
-        next(iter(enqueuer))
-        assert enqueuer.stats().workers[0].cpu_s > 0.2
 
 
 async def get(element):

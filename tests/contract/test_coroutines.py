@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers import LIMIT, timeout_of, wait_until
 
-from enqueuer import OrderedEnqueuer, imap, replay
+from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, imap, replay
 
 
 def drawn(element, task):
@@ -180,11 +180,17 @@ async def computes(element):
     return element
 
 
+async def computing(shard):
+    for number in range(60):
+        yield await computes(number)
+
+
 @pytest.mark.thorough
 def test_the_cpu_time_of_the_event_loop_is_that_of_the_worker():
-    with OrderedEnqueuer(range(60), computes) as enqueuer:
-        list(enqueuer)
-        assert enqueuer.stats().workers[0].cpu_s > 0.2
+    for enqueuer in (OrderedEnqueuer(range(60), computes), GeneratorEnqueuer(computing)):
+        with enqueuer:
+            list(enqueuer)
+            assert enqueuer.stats().workers[0].cpu_s > 0.2
 
 
 def test_as_many_threads_run_elements_as_the_system_has_room_for(monkeypatch, caplog):

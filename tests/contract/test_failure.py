@@ -1,6 +1,7 @@
 """Failure: what was made before arrives first, then the original exception, again and again."""
 
 import functools
+import itertools
 import traceback
 
 import helpers
@@ -13,6 +14,7 @@ from enqueuer import (
     OrderedEnqueuer,
     Processes,
     WorkerError,
+    mix,
 )
 
 needs_fidelity = pytest.mark.parametrize("workers", [1, 2])
@@ -121,6 +123,37 @@ def test_stop_iteration_in_a_task_is_a_worker_error(backend):
         batches, error = until_error(enqueuer, WorkerError)
     assert batches == [0, 1]
     assert error.__cause__.args == (5,)
+
+
+def fails_at_its_end():
+    try:
+        yield from itertools.repeat(1)
+    finally:
+        raise OSError("no end")
+
+
+async def awaited_that_fails_at_its_end(shard):
+    try:
+        for number in itertools.count():
+            yield number
+    finally:
+        raise OSError("no end")
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (fails_at_its_end, {}),
+        (fails_at_its_end, {"batch_size": 2}),
+        (mix({"a": lambda: iter(range(9)), "b": fails_at_its_end}), {}),
+        (awaited_that_fails_at_its_end, {}),
+    ],
+    ids=["plain", "samples", "mixed", "async"],
+)
+def test_an_error_of_finally_is_logged(backend, source, options, caplog):
+    with GeneratorEnqueuer(source, **options, **backend) as enqueuer:
+        assert len([next(enqueuer.get()) for _ in range(2)]) == 2
+    assert "closing the generator of shard 0 failed" in caplog.text
 
 
 @pytest.mark.thorough("processes")
