@@ -76,17 +76,6 @@ def test_the_results_are_the_same_for_any_workers_and_backend(backend, whole):
         assert [list(enqueuer) for _ in range(3)] == whole
 
 
-def test_each_epoch_has_an_order_of_its_own(whole):
-    orders = [[x for x, *_ in epoch] for epoch in whole]
-    assert orders[0] != orders[1] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[1]) == [x for x in range(23) if x % 5 != 4]
-
-
-def test_the_numbers_of_an_element_depend_neither_on_order_nor_on_batch(whole):
-    with make() as enqueuer:
-        assert sorted(enqueuer) == sorted(whole[0])
-
-
 def test_global_generators_are_seeded_for_each_element(process):
     def run(**options):
         with make(map=drawing, **options) as enqueuer:
@@ -95,11 +84,6 @@ def test_global_generators_are_seeded_for_each_element(process):
     drawn = run(workers=1, **process)
     assert run(workers=3, **process) == drawn
     assert len({numbers for _, *numbers in map(tuple, drawn) for numbers in [tuple(numbers)]}) == 23
-
-
-def test_as_they_come_each_comes_once(backend):
-    with make(map=double, ordered=False, workers=3, **backend) as enqueuer:
-        assert sorted(enqueuer) == sorted(enqueuer) == [2 * x for x in range(23)]
 
 
 def test_as_they_come_a_slow_one_stops_no_others(options, tmp_path):
@@ -634,15 +618,6 @@ def test_an_iterable_that_ends_before_a_task_that_was_done_is_told_of():
         list(enqueuer)
 
 
-def test_an_iterable_is_resumed_by_reading_it_again(backend):
-    def run():
-        return make(iter(range(40)), double, batch_size=3, workers=2, **backend)
-
-    had, state = taken(run(), 4)
-    batches = had + rest_of(run(), state)
-    assert np.concatenate(batches).tolist() == [2 * x for x in range(40)]
-
-
 @pytest.mark.thorough("processes")
 def test_an_iterable_of_its_own_state_is_resumed_by_that(backend):
     with make(Reiterable(30), augmented, workers=2, **backend) as enqueuer:
@@ -675,23 +650,10 @@ def test_a_state_of_something_else_is_refused(options, says):
 # --- ranks ---
 
 
-@pytest.mark.thorough("processes")
-# Of 3 elements, one rank of 4 has none.
-@pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning")
-@pytest.mark.parametrize(("count", "world_size"), [(24, 2), (23, 2), (23, 4), (3, 4)])
-@pytest.mark.parametrize("kind", ["sequence", "iterable", "shuffled"])
-def test_the_union_over_ranks_is_the_data_of_one_host(count, world_size, kind):
-    def run(**options):
-        elements = iter(range(count)) if kind == "iterable" else range(count)
-        return list(make(elements, augmented, shuffle=kind == "shuffled", **options))
-
-    parts = [run(rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert sorted(x for part in parts for x in part) == sorted(run())
-    even = [
-        run(rank=rank, world_size=world_size, drop_last=True, on_error=print)
-        for rank in range(world_size)
-    ]
-    assert {x for part in even for x in part} <= set(run())
+def test_ranks_take_the_elements_of_an_iterable_in_turn():
+    for rank in range(3):
+        enqueuer = make(iter(range(23)), double, rank=rank, world_size=3)
+        assert list(enqueuer) == [2 * x for x in range(rank, 23, 3)]
 
 
 @pytest.mark.parametrize("elements", [range(23), None])
