@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from conftest import BACKENDS, chosen, without
-from helpers import LIMIT, augmented, kill_self, rest_of, taken, text_when, wait_until
+from helpers import LIMIT, augmented, kill_self, text_when, wait_until
 
 from enqueuer import OrderedEnqueuer, StopWarning, WorkerDied, imap, replay
 from enqueuer.enqueuers.enqueuer import core_of
@@ -119,12 +119,6 @@ def test_no_more_than_the_bound_is_done_ahead(backend, tmp_path):
         assert next(enqueuer.get()) == 0
         wait_until(lambda: enqueuer.queue.qsize() >= 4)
         assert gates.begun <= 1 + 4 + 2 * 3
-
-
-def test_a_state_continues_with_the_next_result(backend, whole):
-    options = dict(shuffle=True, random_seed=7, concurrency=4, **backend)
-    had, state = taken(OrderedEnqueuer(range(23), augmented, **options), 7)
-    assert had + rest_of(OrderedEnqueuer(range(23), augmented, **options), state) == whole[0]
 
 
 # --- work on a whole batch ---

@@ -173,12 +173,6 @@ def test_a_source_that_ends_earlier_than_it_did_is_told(backend):
         list(enqueuer)
 
 
-def test_out_of_order_everything_comes_once(backend, whole):
-    had, state = taken(make(workers=2, ordered=False, **backend), 6)
-    rest = rest_of(make(workers=3, ordered=False, **THREADS), state)
-    assert sorted(map(bytes_of, had + rest)) == sorted(whole[0])
-
-
 class Noting(Resumable):
     """One that notes what it is asked for."""
 
