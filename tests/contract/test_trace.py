@@ -16,6 +16,7 @@ from helpers import (
     LIMIT,
     DiesOnce,
     counting,
+    run_in_threads,
     run_program,
     twelve,
     wait_until,
@@ -298,26 +299,10 @@ def test_copies_have_the_same_file_and_ranks_one_each(path, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.1-of-4.json"]
 
 
-def test_a_loop_in_asyncio_is_recorded(path):
-    import asyncio
-
-    async def main():
-        async with GeneratorEnqueuer(twelve, trace=path) as enqueuer:
-            return [batch async for batch in enqueuer]
-
-    assert asyncio.run(main()) == list(range(12))
-    events = read(path)
-    assert len(named(events, "work")) == 12
-
-
 def test_several_threads_that_take_make_one_row(path):
     with GeneratorEnqueuer(numbers, trace=path, max_queue_size=64) as enqueuer:
         taken = []
-        threads = [threading.Thread(target=taken.extend, args=(iter(enqueuer),)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
+        run_in_threads([lambda: taken.extend(iter(enqueuer))] * 3)
     assert sorted(taken) == list(range(2000))
     read(path)
 
@@ -355,17 +340,6 @@ def test_the_counter_falls_with_each_item_that_is_taken(backend, path):
     told = [e["args"]["items"] for e in named(read(path), "queue")]
     assert (told[0], told[-1]) == (11, 0)
     assert told == sorted(told, reverse=True)
-
-
-def test_the_queue_of_keras_is_recorded(backend, path):
-    with GeneratorEnqueuer(twelve, trace=path, **backend) as enqueuer:
-        taken = []
-        while enqueuer.is_running():
-            if not enqueuer.queue.empty():
-                taken.append(enqueuer.queue.get())
-    assert taken == list(range(12))
-    events = read(path)
-    assert len(named(events, "work")) == 12
 
 
 def test_a_large_trace_says_so_and_ends(monkeypatch, path):

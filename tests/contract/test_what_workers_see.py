@@ -15,7 +15,6 @@ import time
 import types
 import warnings
 from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
@@ -184,35 +183,6 @@ def imported():
 def test_a_worker_imports_no_library_for_its_settings(method):
     needs("PIL.Image")
     assert "PIL" not in first(imported, method)
-
-
-# --- shared memory that the program makes later ------------------------------------------------
-
-
-def attached(name):
-    memory = SharedMemory(name=name)
-    try:
-        return memory.buf[0]
-    finally:
-        memory.close()
-
-
-def test_shared_memory_of_the_program_outlives_workers_that_attach_it(method, capfd):
-    blocks = []
-
-    def names():
-        for number in range(3):
-            blocks.append(SharedMemory(create=True, size=1))
-            blocks[-1].buf[0] = number
-            yield blocks[-1].name
-
-    with OrderedEnqueuer(names(), attached, backend=Processes(method)) as enqueuer:
-        assert list(enqueuer) == [0, 1, 2]
-    for block in blocks:
-        assert attached(block.name) == block.buf[0]
-        block.close()
-        block.unlink()
-    assert capfd.readouterr().err == ""
 
 
 # --- values of the user's modules ---------------------------------------------------------------
