@@ -135,15 +135,6 @@ def test_a_producer_four_times_slower_than_the_loop_gets_about_four(options, kin
 
 @pytest.mark.thorough
 @retry_if_disturbed
-def test_a_loop_that_reads_from_the_queue_gets_as_many(options):
-    with endless("tasks", workers=Auto(most=4), **options) as enqueuer:
-        loop = Loop(enqueuer, 0)
-        loop.batches = iter(enqueuer.queue.get, None)
-        loop.run_until(lambda: len(enqueuer.stats().workers) == 4, SOON_S)
-
-
-@pytest.mark.thorough
-@retry_if_disturbed
 def test_a_loop_that_does_not_wait_stays_at_one(options):
     with GeneratorEnqueuer(quick, workers=Auto(most=8), **options) as enqueuer:
         loop = Loop(enqueuer, 0.005)

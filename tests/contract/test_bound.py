@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import without
-from helpers import LIMIT, Gated, backend_of, wait_until
+from helpers import Gated, backend_of, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StopWarning
 from enqueuer.common import interrupts
@@ -130,23 +130,6 @@ def test_a_batch_larger_than_the_bound_comes_when_it_is_wanted(backend, ordered)
         firsts = [int(batch[0]) for batch in enqueuer]
     assert sorted(firsts) == [0, 1, 10, 11, 20, 21]
     assert not ordered or firsts == [0, 1, 10, 11, 20, 21]
-
-
-def test_a_full_queue_stops_the_source_and_a_taken_item_lets_it_go_on():
-    made = threading.Semaphore(0)
-
-    def source():
-        for number in range(5):
-            made.release()
-            yield number
-
-    with GeneratorEnqueuer(source, max_queue_size=2) as enqueuer:
-        for _ in range(3):
-            assert made.acquire(timeout=LIMIT)
-        assert not made.acquire(blocking=False)
-        assert enqueuer.queue.get() == 0
-        assert made.acquire(timeout=LIMIT)
-        assert list(enqueuer) == [1, 2, 3, 4]
 
 
 def test_bad_numbers_are_refused_by_start():

@@ -87,12 +87,6 @@ def test_threads_read_a_live_iterator_in_its_own_order():
         assert list(enqueuer) == list(range(500))
 
 
-def test_a_live_iterator_is_inherited_by_fork():
-    squares = (number**2 for number in range(5))
-    with GeneratorEnqueuer(squares, use_multiprocessing=True) as enqueuer:
-        assert list(enqueuer) == [0, 1, 4, 9, 16]
-
-
 # What draws from these may give other data in each process.
 CONDITION = "unless it draws from `random` or `numpy.random`.*pass the generator function itself"
 
@@ -103,16 +97,6 @@ def test_copies_of_a_live_iterator_warn_of_duplicate_data():
         enqueuer.start()
     assert list(enqueuer) == [0, 0, 1, 1, 2, 2]
     enqueuer.stop()
-
-
-def test_an_iterable_is_run_anew_each_epoch():
-    class Loader:
-        def __iter__(self):
-            return iter("ab")
-
-    with GeneratorEnqueuer(Loader()) as enqueuer:
-        assert list(enqueuer) == ["a", "b"]
-        assert list(enqueuer) == ["a", "b"]
 
 
 @pytest.mark.thorough("processes")
