@@ -782,12 +782,6 @@ def test_a_read_iterator_cannot_be_rewound():
         enqueuer.load_state_dict(enqueuer.state_dict())
 
 
-@pytest.mark.ahead
-def test_the_workers_begin_at_the_start(backend):
-    with make(map=double, **backend) as enqueuer:
-        wait_until(lambda: enqueuer.queue.qsize() == 10)
-
-
 def test_an_element_that_cannot_be_sent_is_told_in_its_turn(process):
     elements = (threading.Lock() if x == 3 else x for x in range(9))
     seen = []
@@ -914,11 +908,6 @@ def test_the_elements_of_a_batch_are_fetched_in_one_call(backend):
 
 def test_elements_that_come_alone_are_fetched_alone(backend):
     assert fetched(Fetching(), 1, **backend) == [(index, "alone") for index in range(10)]
-
-
-def test_shuffled_elements_are_fetched_in_one_call(backend):
-    found = fetched(Fetching(), 5, shuffle=True, random_seed=7, **backend)
-    assert sorted(found) == [(index, "together") for index in range(10)] != found
 
 
 def test_the_error_of_a_fetch_is_that_of_its_element(backend):
