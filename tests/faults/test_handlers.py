@@ -57,10 +57,6 @@ def fewer(enqueuer, loop):
     reconfigure(enqueuer, 1)
 
 
-def more(enqueuer, loop):
-    reconfigure(enqueuer, 4)
-
-
 def twice(enqueuer, loop):
     """Change the workers, and within that once more."""
     # `interrupts` keeps each handler that it has replaced, and after a stop in the middle of an
@@ -99,7 +95,6 @@ def take(enqueuer, loop):
 ACTIONS = {
     "take": take,
     "fewer": fewer,
-    "more": more,
     "twice": twice,
     "stop": stop,
     "change-and-stop": change_and_stop,

@@ -52,10 +52,16 @@ class Deadly:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_death_is_told_in_its_turn_and_names_the_task(process, tmp_path, workers):
-    seen = []
-    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), workers=workers, **process) as enqueuer:
-        with pytest.raises(WorkerDied, match="was killed by SIGKILL") as caught:
+@pytest.mark.parametrize(
+    ("max_restarts", "says"),
+    [(0, "was killed by SIGKILL"), (2, "3 workers died at this very item")],
+)
+def test_a_death_is_told_in_its_turn_and_names_the_task(
+    process, tmp_path, workers, max_restarts, says
+):
+    seen, options = [], dict(workers=workers, max_restarts=max_restarts, **process)
+    with OrderedEnqueuer(range(20), Deadly(tmp_path, 99), **options) as enqueuer:
+        with pytest.raises(WorkerDied, match=says) as caught:
             seen.extend(iter(enqueuer))
     assert seen == [0, 1, 2, 3, 4]
     assert "task 5, element 5" in caught.value.__notes__[0]
@@ -72,16 +78,6 @@ def test_a_task_that_kills_a_few_times_is_done_in_the_end(process, tmp_path, wor
         assert enqueuer.restart_count == 2
         assert list(enqueuer) == list(range(20))
     assert "goes on with task 5 (restart 2, of max_restarts=2)" in caplog.text
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_a_task_that_kills_every_time_is_named(process, tmp_path, workers):
-    with OrderedEnqueuer(
-        range(20), Deadly(tmp_path, 99), workers=workers, max_restarts=2, **process
-    ) as enqueuer:
-        with pytest.raises(WorkerDied, match="3 workers died at this very item") as caught:
-            list(enqueuer)
-    assert "task 5, element 5" in caught.value.__notes__[0]
 
 
 class LargeTasks:

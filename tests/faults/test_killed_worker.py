@@ -78,7 +78,7 @@ def test_any_deadly_signal_is_named(process, number, says):
         expect_death(batches, says)
 
 
-@pytest.mark.parametrize("number", JOB_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, *JOB_SIGNALS])
 def test_a_signal_of_a_scheduler_to_all_processes_ends_no_worker(process, number):
     with GeneratorEnqueuer(tells_pid, **process) as enqueuer:
         batches, server = iter(enqueuer), fork_server.server.popen
@@ -126,15 +126,6 @@ def test_a_worker_keeps_the_handlers_of_its_generator(process):
         batches = iter(enqueuer)
         assert next(batches) == [1]
         expect_death(batches, r"killed by SIGTERM; .* perhaps a job scheduler")
-
-
-def test_ctrl_c_does_not_end_a_worker(process):
-    with GeneratorEnqueuer(tells_pid, **process) as enqueuer:
-        batches = iter(enqueuer)
-        pid = next(batches)
-        for number in range(50):
-            os.kill(pid, signal.SIGINT)
-            assert next(batches) == number
 
 
 def test_a_worker_that_is_killed_before_its_first_word(process):

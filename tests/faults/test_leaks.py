@@ -3,7 +3,6 @@
 What each start leaves shows after a few. `ENQUEUER_ROUNDS=20` looks for what is left rarely.
 """
 
-import gc
 import os
 
 import helpers
@@ -57,12 +56,3 @@ def test_forgotten_enqueuers(backend):
             break
         for _ in prefetch(twelve, **backend):
             break
-
-
-def test_forgotten_enqueuers_in_a_circle_of_references(backend):
-    for _ in range(times(backend) // 4):
-        enqueuer = GeneratorEnqueuer(counting, workers=2, **backend)
-        enqueuer.myself = enqueuer
-        next(iter(enqueuer))
-    del enqueuer
-    gc.collect()
