@@ -156,22 +156,22 @@ def test_other_tasks_run_while_a_batch_is_waited_for():
     assert run(main()) == [0, 1, 2]
 
 
+async def turn(turns, seconds):
+    """Take turns as another task, and count them in a list."""
+    while True:
+        await asyncio.sleep(seconds)
+        turns.append(len(turns))
+
+
 def test_other_tasks_run_while_a_batch_is_always_ready(backend):
     async def main():
-        turns = 0
-
-        async def other():
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        task = asyncio.create_task(other())
+        turns = []
+        task = asyncio.create_task(turn(turns, 0))
         async with GeneratorEnqueuer(counting, **backend) as enqueuer:
-            before = turns
+            before = len(turns)
             await take(enqueuer, 100)
             task.cancel()
-            return turns - before
+            return len(turns) - before
 
     assert run(main()) >= 99
 
@@ -402,21 +402,14 @@ def test_stop_wakes_a_task_that_waits(process):
 @pytest.mark.thorough
 def test_other_tasks_run_while_a_block_is_entered_and_left(process):
     async def main():
-        turns = 0
-
-        async def other():
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0.001)
-                turns += 1
-
-        task = asyncio.create_task(other())
+        turns = []
+        task = asyncio.create_task(turn(turns, 0.001))
         async with GeneratorEnqueuer(three_and_hang, **process) as enqueuer:
             assert await take(enqueuer, 3) == [0, 1, 2]
-            before = turns
+            before = len(turns)
         task.cancel()
         assert core_of(enqueuer).is_idle
-        return turns - before
+        return len(turns) - before
 
     assert run(main()) > 5  # it hangs, and has to be killed
 

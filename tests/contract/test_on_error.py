@@ -162,7 +162,7 @@ def many_unsendable():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ordered", [True, False])
-def test_more_errors_are_skipped_than_the_ring_holds(process, ordered, caplog):
+def test_more_errors_are_skipped_than_a_socket_holds(process, ordered, caplog):
     caplog.set_level(logging.CRITICAL)
     with GeneratorEnqueuer(
         many_unsendable, on_error="skip", ordered=ordered, **process
