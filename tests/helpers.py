@@ -205,6 +205,16 @@ def rest_of(enqueuer, state):
         return list(enqueuer)
 
 
+@dataclasses.dataclass(frozen=True)
+class Elements:
+    """An iterable of numbers, of unknown length, that can be iterated again."""
+
+    count: int
+
+    def __iter__(self):
+        return iter(range(self.count))
+
+
 class Counting:
     """An iterable that counts how often it was begun."""
 
@@ -509,6 +519,28 @@ def handling(number, handler):
         yield
     finally:
         signal.signal(number, before)
+
+
+class Bar:
+    """Stands for a bar of tqdm, and records its calls; `made` has all of them."""
+
+    made: list[Bar]
+
+    def __init__(self, **options):
+        self.options = options
+        self.done = options.get("initial", 0)
+        self.closed = 0
+        self.texts = []
+        Bar.made.append(self)
+
+    def update(self, more):
+        self.done += more
+
+    def set_postfix_str(self, text, refresh=True):
+        self.texts.append(text)
+
+    def close(self):
+        self.closed += 1
 
 
 class Disturbed(AssertionError):

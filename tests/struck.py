@@ -45,15 +45,11 @@ SOURCES = {
         range(7), helpers.numbered_task, ordered=False, **options
     ),
     "tasks-endless": lambda **options: Endless(range(7), helpers.numbered_task, **options),
-    "read": lambda **options: OrderedEnqueuer(Elements(), helpers.numbered_task, **options),
+    # The loop's own thread reads the elements.
+    "read": lambda **options: OrderedEnqueuer(
+        helpers.Elements(7), helpers.numbered_task, **options
+    ),
 }
-
-
-class Elements:
-    """An iterable of elements, which the loop's own thread reads."""
-
-    def __iter__(self):
-        return iter(range(7))
 
 
 class Endless(OrderedEnqueuer):

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from helpers import Elements, Resumable
 
 from enqueuer import (
     GeneratorEnqueuer,
@@ -93,36 +94,9 @@ class Gaps:
             yield item
 
 
-class Rows:
-    """An iterator with a state of its own."""
-
-    def __init__(self, shard):
-        self.place, self.at = (shard.epoch, shard.index), 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.at == 2 + self.place[1] % 3:
-            raise StopIteration
-        self.at += 1
-        return *self.place, self.at
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-@dataclass(frozen=True)
-class Elements:
-    """An iterable, of unknown length, that can be iterated again."""
-
-    count: int
-
-    def __iter__(self):
-        return iter(range(self.count))
+def stateful(shard):
+    """Return an iterator with a state of its own."""
+    return Resumable([(shard.epoch, shard.index, at) for at in range(2 + shard.index % 3)])
 
 
 class Stream:
@@ -248,7 +222,7 @@ def skipped_shards(rng):
 
 
 def stateful_shards(rng):
-    return of_shards(Rows, rng, False, WORLDS)
+    return of_shards(stateful, rng, False, WORLDS)
 
 
 def rows(rng):

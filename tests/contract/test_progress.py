@@ -9,34 +9,12 @@ import sys
 import time
 
 import pytest
-from helpers import LIMIT, needs, twelve
+from helpers import LIMIT, Bar, needs, twelve
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, merge_states, prefetch
 from enqueuer.monitoring import progress
 
 tqdm = needs("tqdm").tqdm
-
-
-class Bar:
-    """Stands for tqdm, and records its calls."""
-
-    made: list["Bar"]
-
-    def __init__(self, **options):
-        self.options = options
-        self.done = options.get("initial", 0)
-        self.closed = 0
-        self.texts = []
-        Bar.made.append(self)
-
-    def update(self, more):
-        self.done += more
-
-    def set_postfix_str(self, text, refresh=True):
-        self.texts.append(text)
-
-    def close(self):
-        self.closed += 1
 
 
 @pytest.fixture(autouse=True)

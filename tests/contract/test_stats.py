@@ -14,7 +14,7 @@ from html import unescape
 import numpy as np
 import pytest
 from conftest import IS_RAY, without
-from helpers import LIMIT, backend_of, twelve, wait_until
+from helpers import LIMIT, Bar, backend_of, twelve, wait_until
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes, exports
 from enqueuer.common import text
@@ -478,25 +478,10 @@ def test_one_line_and_html_say_the_same_as_the_table():
     assert unescape(html) == f"<pre>{stats}</pre>"
 
 
-class Bar:
-    """A bar of tqdm that keeps its text; the last one made is `last`."""
-
-    def __init__(self, **options):
-        Bar.last = self
-
-    def update(self, more):
-        pass
-
-    def set_postfix_str(self, text, refresh):
-        self.text = text
-
-    def close(self):
-        pass
-
-
 @pytest.mark.parametrize("backend", ["thread", "process"])
 def test_one_run_has_one_share_of_waiting_and_one_rate(backend):
     """In the statistics, the bottleneck, the log line and the bar."""
+    Bar.made = []
     options = dict(workers=2, progress=Bar, backend=backend)
     with GeneratorEnqueuer(sleeping(0.01, 12), **options) as enqueuer:
         # A long start would be the bottleneck.
@@ -504,7 +489,7 @@ def test_one_run_has_one_share_of_waiting_and_one_rate(backend):
         for _ in enqueuer:
             time.sleep(0.002)
     stats = enqueuer.stats()
-    said = "\n".join([str(stats), exports.line(stats), Bar.last.text])
+    said = "\n".join([str(stats), exports.line(stats), Bar.made[0].texts[-1]])
     shares = re.findall(r"(?:loop wait\w*|it waited|^waiting) ([\d.]+ %)", said, re.MULTILINE)
     # Beside those of the sentence, which not every bottleneck has.
     assert len(shares) >= 3, said

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from helpers import Elements
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,16 +68,6 @@ def make(length, shape, as_iterable, **options):
     collate = identity if shape["batch_size"] else None
     elements = Elements(length) if as_iterable else range(length)
     return OrderedEnqueuer(elements, work, collate=collate, random_seed=SEED, **shape, **options)
-
-
-class Elements:
-    """An iterable without a length."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        return iter(range(self.length))
 
 
 @pytest.mark.thorough
