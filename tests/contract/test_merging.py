@@ -4,26 +4,11 @@ import itertools
 import json
 
 import pytest
-from trials import run_trials
+from trials import Gaps, Lengths, drawn, run_trials, turns
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, StateMismatch, merge_states
 
-
-def equal(shard):
-    for number in range(4):
-        yield shard.index, number, shard.rng.integers(1000)
-
-
-def unequal(shard):
-    for number in range(1 + shard.index % 5):
-        yield shard.index, number, shard.rng.integers(1000)
-
-
-def gaps(shard):
-    """Yield as many items as all other shards, and other numbers of None between them."""
-    for number in range(4):
-        yield from [None] * (shard.index * 5 % 7)
-        yield shard.index, number, shard.rng.integers(1000)
+EQUAL, UNEQUAL = Lengths((4,)), Lengths((1, 2, 3, 4, 5))
 
 
 def shards(source, **options):
@@ -41,10 +26,6 @@ def tasks(count, *args, iterable=False, **options):
         return OrderedEnqueuer(elements, *args, **own)
 
     return make
-
-
-def drawn(element, task):
-    return element, task.rng.integers(1000)
 
 
 def skips(element):
@@ -67,16 +48,10 @@ def read(make, state, rank, world_size, count, **options):
         return got, json.loads(json.dumps(enqueuer.state_dict()))
 
 
-def turns(batches_of_ranks):
-    """Return the batches of all ranks, one of each rank in turn."""
-    rows = itertools.zip_longest(*batches_of_ranks, fillvalue=turns)
-    return [batch for row in rows for batch in row if batch is not turns]
-
-
 SOURCES = {
-    "equal shards": shards(equal),
-    "unequal shards": shards(unequal),
-    "samples": shards(equal, batch_size=2, collate=list, shuffle_buffer=3),
+    "equal shards": shards(EQUAL),
+    "unequal shards": shards(UNEQUAL),
+    "samples": shards(EQUAL, batch_size=2, collate=list, shuffle_buffer=3),
     "tasks": tasks(500, drawn),
     "skipped": tasks(500, skips, on_error="skip"),
     "may be skipped": tasks(500, drawn, on_error="skip"),
@@ -92,9 +67,9 @@ def elements(batches):
 
 
 ONE_SEQUENCE = {
-    "shards": shards(equal),
-    "items of None": shards(gaps),
-    "samples": shards(equal, batch_size=2, collate=list),
+    "shards": shards(EQUAL),
+    "items of None": shards(Gaps((4,))),
+    "samples": shards(EQUAL, batch_size=2, collate=list),
     "shuffled tasks": tasks(500, drawn, True),
     "iterable": tasks(500, drawn, iterable=True),
 }
@@ -119,7 +94,7 @@ def test_random_trials_get_what_one_uninterrupted_rank_gets(seed):
 
 
 def test_a_rank_that_has_ended_its_epoch_is_merged_with_those_that_have_not():
-    for make in (shards(unequal), tasks(20, drawn)):
+    for make in (shards(UNEQUAL), tasks(20, drawn)):
         first, saved = read(make, None, 0, 2, 10**6)
         second, other = read(make, None, 1, 2, 3)
         assert (saved["epoch"], other["epoch"]) == (1, 0)
@@ -244,6 +219,6 @@ def test_an_iterable_whose_end_is_not_known_needs_states_of_one_step():
 
 def test_more_ranks_than_shards_are_refused():
     state = merge_states(states_of(SOURCES["equal shards"]))
-    enqueuer = GeneratorEnqueuer(equal, rank=0, world_size=49, random_seed=7)
+    enqueuer = GeneratorEnqueuer(EQUAL, rank=0, world_size=49, random_seed=7)
     with pytest.raises(StateMismatch, match="48 shards, which cannot be divided over 49 ranks"):
         enqueuer.load_state_dict(state)
