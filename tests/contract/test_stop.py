@@ -4,6 +4,7 @@ import copy
 import threading
 import time
 import warnings
+from functools import partial
 
 import pytest
 from helpers import (
@@ -151,7 +152,8 @@ def test_use_after_stop_is_an_error(backend):
     with enqueuer:
         batches = iter(enqueuer)
     assert list(batches) == []
-    for use in (enqueuer.get, enqueuer.queue.get, lambda: iter(enqueuer)):
+    uses = [enqueuer.get, enqueuer.queue.get, *(partial(use, enqueuer) for use in (iter, aiter))]
+    for use in uses:
         with pytest.raises((InvalidState, Closed), match=r"after stop\(\)"):
             use()
 
