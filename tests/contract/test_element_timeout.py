@@ -76,13 +76,6 @@ def test_the_error_names_the_element_and_shows_where_it_hung(limited):
 
 
 @pytest.mark.thorough
-def test_a_function_replaces_the_element(started):
-    options = {"workers": 2, "on_error": stand_in, **started}
-    with OrderedEnqueuer(range(8), Hanging(3), **options) as enqueuer:
-        assert list(enqueuer) == [0, 1, 2, "instead: ElementTimeout", 4, 5, 6, 7]
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_batch_is_smaller_by_the_element(limited, concurrency):
     options = {"batch_size": 4, "collate": list, "concurrency": concurrency, **limited}

@@ -256,7 +256,10 @@ def test_another_thread_waits_for_the_turn_to_end_or_warns():
 
 
 def test_the_number_of_workers_changes_from_none_and_to_none():
-    with GeneratorEnqueuer(drawing, workers=2, shards=4, random_seed=7) as enqueuer:
+    def make():
+        return GeneratorEnqueuer(drawing, workers=2, shards=4, random_seed=7)
+
+    with make() as enqueuer:
         batches = iter(enqueuer)
         seen = [next(batches)[:2] for _ in range(3)]
         enqueuer.reconfigure(0)
@@ -264,12 +267,7 @@ def test_the_number_of_workers_changes_from_none_and_to_none():
         seen += [next(batches)[:2] for _ in range(3)]
         enqueuer.reconfigure(3)
         seen += [batch[:2] for batch in batches]
-    assert seen == of_four_shards()
-
-
-def of_four_shards():
-    with GeneratorEnqueuer(drawing, workers=2, shards=4, random_seed=7) as enqueuer:
-        return [batch[:2] for batch in enqueuer]
+    assert seen == [batch[:2] for batch in make()]
 
 
 def test_start_takes_zero_too():
