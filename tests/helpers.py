@@ -660,6 +660,31 @@ def hang_in_c():
     ctypes.PyDLL(None).sleep(1000)
 
 
+def kill_one(enqueuer, rng, starting=False):
+    """Kill a process of an enqueuer's workers, if one lives; return how many were killed.
+
+    Args:
+        enqueuer: The enqueuer.
+        rng: Draws the victim.
+        starting: Whether to kill only one that has not said a word yet.
+    """
+    # Not above: each worker that is not forked imports this file, for its source.
+    from enqueuer.backends.pool import WorkerState
+    from enqueuer.enqueuers.enqueuer import core_of
+
+    states = {WorkerState.STARTING} if starting else {WorkerState.STARTING, WorkerState.RUNNING}
+    run = core_of(enqueuer).run
+    workers = [] if run is None else run.backend.workers()
+    living = [one for one in workers if hasattr(one, "send_signal") and one.state in states]
+    if not living:
+        return 0
+    try:
+        rng.choice(living).send_signal(signal.SIGKILL)
+    except (OSError, ValueError):  # it has been buried just now
+        return 0
+    return 1
+
+
 # --- programs ----------------------------------------------------------------------------------
 
 

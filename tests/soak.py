@@ -23,10 +23,10 @@ import warnings
 import zlib
 from multiprocessing import active_children
 
+from helpers import kill_one
+
 import enqueuer
 from enqueuer import GeneratorEnqueuer, OrderedEnqueuer, Processes
-from enqueuer.backends.pool import WorkerState
-from enqueuer.enqueuers.enqueuer import core_of
 
 EPOCHS = 3
 SEED = 7
@@ -140,13 +140,8 @@ class Troubles:
     def kill(self):
         rng = random.Random(self.rng.random())
         while not self.is_over.wait(rng.expovariate(1 / self.kills_s)):
-            run = None if self.enqueuer is None else core_of(self.enqueuer).run
-            workers = [] if run is None else run.backend.workers()
-            if workers and hasattr(workers[0], "pidfd"):
-                worker = rng.choice(workers)
-                if worker.state in (WorkerState.STARTING, WorkerState.RUNNING):
-                    worker.send_signal(signal.SIGKILL)
-                    self.counts["killed"] += 1
+            if (enqueuer := self.enqueuer) is not None:
+                self.counts["killed"] += kill_one(enqueuer, rng)
 
     def __enter__(self):
         self.killer.start()

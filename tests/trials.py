@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import random
-import signal
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from helpers import Elements, Resumable
+from helpers import Elements, Resumable, kill_one
 
 from enqueuer import (
     GeneratorEnqueuer,
@@ -39,9 +38,7 @@ from enqueuer import (
     merge_states,
     mix,
 )
-from enqueuer.backends.pool import WorkerState
 from enqueuer.datasets.arrays import ArraySource
-from enqueuer.enqueuers.enqueuer import core_of
 
 try:
     import h5py
@@ -462,17 +459,10 @@ class Trial:
         for batch in itertools.islice(enqueuer, count):
             got.append(plain(batch))
             if self.kills and self.rng.random() < 0.1:
-                self.kill(enqueuer)
+                kill_one(enqueuer, self.rng)
             if self.changes and self.rng.random() < 0.1:
                 enqueuer.reconfigure(workers=self.rng.randint(1, 3))
         return got
-
-    def kill(self, enqueuer):
-        run = core_of(enqueuer).run
-        workers = [] if run is None else run.backend.workers()
-        alive = [w for w in workers if w.state in (WorkerState.STARTING, WorkerState.RUNNING)]
-        if alive:
-            self.rng.choice(alive).send_signal(signal.SIGKILL)
 
     def check(self):
         kind = self.kind

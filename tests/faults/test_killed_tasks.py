@@ -11,7 +11,6 @@ import zlib
 
 import helpers
 import numpy as np
-import psutil
 import pytest
 from helpers import start_method_of
 
@@ -169,7 +168,6 @@ def test_kills_at_random_moments_change_nothing(process, ordered):
         rng = random.Random(run)
         workers, size = rng.choice([1, 2, 3]), rng.choice([1, 3, 10])
         print(f"run {run}: {workers} workers, max_queue_size {size}, {kills} kills so far")
-        others = {child.pid for child in psutil.Process().children(recursive=True)}
         seen = []
         with OrderedEnqueuer(
             range(length), heavy, random_seed=7, workers=workers, max_queue_size=size,
@@ -181,18 +179,6 @@ def test_kills_at_random_moments_change_nothing(process, ordered):
                 del result
                 if time.monotonic() >= at:
                     at = time.monotonic() + rng.random() * 0.05
-                    kills += kill_one(rng, others)
+                    kills += helpers.kill_one(enqueuer, rng)
         assert (seen if ordered else sorted(seen)) == wanted, run
     gc.collect()
-
-
-def kill_one(rng, others):
-    """Kill one of the workers, whatever it is at; return whether there was one."""
-    mine = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
-    if not mine:
-        return 0
-    try:
-        rng.choice(mine).kill()
-    except psutil.NoSuchProcess:
-        return 0
-    return 1

@@ -14,14 +14,13 @@ import threading
 from collections import Counter
 
 import pytest
-from helpers import alive, packed, start_method_of, wait_until
+from helpers import alive, kill_one, packed, start_method_of, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serial import SEED, Source, instead, plain, serial
 
 from enqueuer import GeneratorEnqueuer, Processes
 from enqueuer.backends.job import HAS_FORKSERVER
-from enqueuer.backends.pool import WorkerState
 from enqueuer.backends.process.handle import Starter
 from enqueuer.enqueuers.enqueuer import core_of
 
@@ -195,20 +194,6 @@ class Killer:
                 return
             if self.enqueuer is not None:
                 self.kills += kill_one(self.enqueuer, self._rng, self._starting)
-
-
-def kill_one(enqueuer, rng, starting=False):
-    """Kill a worker that lives, if there is one; return how many were killed."""
-    states = {WorkerState.STARTING} if starting else {WorkerState.STARTING, WorkerState.RUNNING}
-    backend = core_of(enqueuer).run.backend
-    living = [w for w in backend.pool.workers if w.state in states] if backend else []
-    if not living:
-        return 0
-    try:
-        rng.choice(living).send_signal(signal.SIGKILL)
-    except (OSError, ValueError):  # it has been buried just now
-        return 0
-    return 1
 
 
 def drawn_source(rng, **more):
