@@ -505,14 +505,6 @@ def outstanding(enqueuer):
     return len(core_of(enqueuer).run.backend.tasks.results.tickets)
 
 
-@pytest.mark.ahead
-def test_a_loop_over_one_epoch_begins_no_other(backend):
-    with drawn_by_tasks(workers=2, max_queue_size=20, **backend) as enqueuer:
-        for _ in range(3):
-            assert len(list(enqueuer)) == 7
-            assert outstanding(enqueuer) == 0
-
-
 @pytest.mark.thorough("processes")
 @pytest.mark.parametrize("max_queue_size", [1, 4, 30])
 @pytest.mark.parametrize("ordered", [True, False])

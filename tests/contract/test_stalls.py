@@ -325,15 +325,6 @@ def stuck_row(folder, index):
     return index
 
 
-def test_a_stall_of_a_reader_is_told_by_the_users_code_in_it(backend, tmp_path):
-    path = tmp_path / "one"
-    path.touch()
-    with OrderedEnqueuer([path], stuck, timeout=0.2, stall_timeout=None, **backend) as enqueuer:
-        text = text_when(enqueuer, "in stuck")
-        path.unlink()
-    assert "is here" in text
-
-
 def nested_and_stuck(folder, shard):
     yield list(prefetch(iter(range(3))))
     stuck(folder / "one")
