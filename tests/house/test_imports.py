@@ -174,13 +174,31 @@ def test_third_parties_are_imported_where_they_belong():
     }
 
 
-def test_importing_the_package_imports_no_framework_and_no_extra():
-    heavy = "torch tensorflow keras jax ray h5py sklearn PIL tqdm multiprocessing_logging"
-    program = f"import sys, enqueuer; print([m for m in {heavy!r}.split() if m in sys.modules])"
+RUN = """
+with enqueuer.{kind}({source}, {options}) as batches:
+    assert list(batches) == ["a", "b"]
+"""
+KINDS = {"GeneratorEnqueuer": "lambda: iter('ab')", "OrderedEnqueuer": "'ab'"}
+
+
+def imported_by(program, after="sys"):
+    """Return the modules that a program imports after some others."""
+    program = f"import sys, {after}\nbefore = {{*sys.modules}}\n{program}"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", f"{program}\nprint({{*sys.modules}} - before)"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
-    assert done.stdout == "[]\n"
+    return ast.literal_eval(done.stdout)
+
+
+def test_importing_the_package_imports_no_framework_no_extra_and_no_backend():
+    heavy = "torch tensorflow keras jax ray h5py sklearn PIL tqdm multiprocessing_logging"
+    folders = ("enqueuer.enqueuers", "enqueuer.backends", "enqueuer.transport")
+    found = imported_by("import enqueuer")
+    assert [name for name in found if name in heavy.split() or name.startswith(folders)] == []
 
 
 # Modules that a first start imports beside its pool, since many programs never need them:
@@ -202,50 +220,15 @@ LATE = {
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize(
-    ("kind", "source"), [("GeneratorEnqueuer", "lambda: iter('ab')"), ("OrderedEnqueuer", "'ab'")]
-)
-def test_a_first_start_imports_nothing_else(kind, source, method):
-    program = f"""
-import sys
-import enqueuer.backends.process.pool
-from enqueuer import {kind}, Processes
-
-before = set(sys.modules)
-source = {source}
-with {kind}(source, backend=Processes(start_method={method!r})) as enqueuer:
-    assert list(enqueuer) == ["a", "b"]
-print(sorted(set(sys.modules) - before))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert set(ast.literal_eval(done.stdout)) <= LATE[method]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_start_imports_nothing_else(kind, method):
+    options = f"backend=enqueuer.Processes(start_method={method!r})"
+    run = RUN.format(kind=kind, source=KINDS[kind], options=options)
+    found = imported_by(run, after=f"enqueuer.backends.process.pool; enqueuer.{kind}")
+    assert found <= LATE[method]
 
 
 def test_a_program_with_threads_imports_nothing_for_processes():
-    program = """
-import sys
-from enqueuer import GeneratorEnqueuer
-
-with GeneratorEnqueuer(lambda: iter("ab")) as enqueuer:
-    assert list(enqueuer) == ["a", "b"]
-folders = ("enqueuer.backends.process", "enqueuer.transport")
-print([name for name in sys.modules if name.startswith(folders)])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "[]\n"
-
-
-def test_the_package_alone_imports_no_enqueuer_and_no_backend():
-    program = """
-import sys, enqueuer
-folders = ("enqueuer.enqueuers", "enqueuer.backends", "enqueuer.transport")
-print([name for name in sys.modules if name.startswith(folders)])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "[]\n"
+    run = RUN.format(kind="GeneratorEnqueuer", source=KINDS["GeneratorEnqueuer"], options="")
+    folders = ("enqueuer.backends.process", "enqueuer.transport")
+    assert [name for name in imported_by(run, after="enqueuer") if name.startswith(folders)] == []

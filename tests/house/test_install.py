@@ -20,23 +20,37 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(enqueuer.__file__).parent
 
 
-def test_an_editable_install_is_a_path_that_type_checkers_understand(tmp_path):
-    """An import hook, which setuptools would write, is found by Python alone."""
-    needs_installed("setuptools")
-    tree = tmp_path / "tree"
-    shutil.copytree(PACKAGE, tree / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    build = "from setuptools import build_meta; print(build_meta.build_editable('.'))"
+def copy_package(folder):
+    shutil.copytree(PACKAGE, folder / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
+
+
+def built(tree, what):
+    """Return the path of what setuptools builds of a tree."""
     done = subprocess.run(
-        [sys.executable, "-c", build],
+        [sys.executable, "-c", f"from setuptools import build_meta; print(build_meta.{what}('.'))"],
         cwd=tree,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(tree / done.stdout.splitlines()[-1]) as wheel:
+    return tree / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """What a wheel is built of."""
+    needs_installed("setuptools")
+    tree = tmp_path / "tree"
+    copy_package(tree)
+    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_understand(tree):
+    """An import hook, which setuptools would write, is found by Python alone."""
+    with zipfile.ZipFile(built(tree, "build_editable")) as wheel:
         hooks = [name for name in wheel.namelist() if name.startswith("__editable__")]
         assert [Path(name).suffix for name in hooks] == [".pth"]
         assert wheel.read(hooks[0]).decode().strip() == str(tree)
@@ -53,7 +67,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_understand(tmp_path):
     ids=["wheel", "clone"],
 )
 def test_a_missing_extra_names_the_command_that_works_where_it_is(files, command, tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
+    copy_package(tmp_path)
     for name in files:
         (tmp_path / name).touch()
     done = subprocess.run(
@@ -71,22 +85,12 @@ def test_a_missing_extra_names_the_command_that_works_where_it_is(files, command
     assert done.stderr.endswith(f"pip install 'torch>=2.1'{command}\n")
 
 
-def test_the_metadata_of_a_release_are_complete(tmp_path):
+def test_the_metadata_of_a_release_are_complete(tree):
     """An index shows the license, the addresses, and README without its folder."""
-    needs_installed("setuptools")
     if int(version("setuptools").partition(".")[0]) < 77:
         pytest.skip("setuptools before 77 does not know license expressions")
-    for name in ("setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(PACKAGE, tmp_path / "enqueuer", ignore=shutil.ignore_patterns("*.pyc"))
-    build = (
-        "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / done.stdout.splitlines()[-1] / "METADATA").read_text(encoding="utf-8")
+    folder = built(tree, "prepare_metadata_for_build_wheel")
+    text = (folder / "METADATA").read_text(encoding="utf-8")
     metadata = email.message_from_string(text)
     assert metadata["Version"] == enqueuer.__version__
     assert metadata["License-Expression"] == "MIT"
@@ -111,9 +115,6 @@ def test_the_source_archive_has_every_file(tmp_path):
     for name in there:
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tree / name)
-    build = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    with tarfile.open(tree / done.stdout.splitlines()[-1]) as archive:
+    with tarfile.open(built(tree, "build_sdist")) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert there - packed == set()

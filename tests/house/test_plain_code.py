@@ -1,11 +1,20 @@
-"""Code is correct because a lock or `interrupts.held()` says so, not because C runs it."""
+"""Code is correct because a lock or `interrupts.held()` says so; a comment stands above it."""
 
 import ast
 import re
+import tokenize
+from pathlib import Path
 
 import pytest
 from reading_cost import nodes, sources
 
+import enqueuer
+
+PACKAGE = Path(enqueuer.__file__).parent
+# Share of the comments that share a line with code. It only shrinks.
+MOST_TRAILING = 0.01
+# Comments that linters and type checkers read, which must share the line.
+MARKS = ("# type:", "# noqa", "# pragma")
 # What a file of the package does not say.
 PHRASES = {
     "raised_here": "a plain `except`, within `held()`",
@@ -62,3 +71,19 @@ def test_no_chain_is_read_for_its_side_effects():
 def test_no_iterator_of_ours_gives_a_hint_of_its_length():
     found = [path for path, text in sources().items() if "length_hint" in text]
     assert [path for path in found if path.startswith(WITHOUT_HINTS)] == []
+
+
+def comments(path):
+    """Yield for each comment of a file its place, and whether it shares a line with code."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT and not token.string.startswith(MARKS):
+                trails = bool(token.line[: token.start[1]].strip())
+                yield f"{path.relative_to(PACKAGE)}:{token.start[0]}: {token.string}", trails
+
+
+def test_few_comments_share_a_line_with_code():
+    found = [comment for path in sorted(PACKAGE.rglob("*.py")) for comment in comments(path)]
+    trailing = [place for place, trails in found if trails]
+    share = len(trailing) / len(found)
+    assert share <= MOST_TRAILING, "\n".join(trailing)
