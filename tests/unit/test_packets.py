@@ -39,17 +39,11 @@ def test_descriptors_travel(ends):
     os.close(read), os.close(write)
 
 
-def test_what_was_sent_before_the_end_arrives(ends):
+@pytest.mark.parametrize("unread", [0, 1])
+def test_what_was_sent_before_the_end_arrives(ends, unread):
     one, other = ends
-    one.send(b"last words")
-    one.close()
-    assert texts(other) == [b"last words"]
-    assert other.ended
-
-
-def test_last_words_arrive_though_nobody_read_ours(ends):
-    one, other = ends
-    other.send(b"unread")
+    for _ in range(unread):
+        other.send(b"unread")
     one.send(b"last words")
     one.close()
     assert texts(other) == [b"last words"]

@@ -125,10 +125,13 @@ def test_another_address_is_an_error_and_counts_for_nothing(ray):
     assert not ray.is_up
 
 
-def test_a_ray_that_was_shut_down_is_gone(ray):
+@pytest.mark.parametrize("starts_another", [False, True])
+def test_a_ray_that_was_shut_down_is_gone(ray, starts_another):
     session = joined()
     session.check()
     ray.shutdown()
+    if starts_another:
+        ray.init()
     with pytest.raises(Gone, match="was shut down"):
         session.check()
 
@@ -194,15 +197,6 @@ def test_one_that_is_collected_while_another_joins_does_not_wait_for_it(ray):
     assert ray.is_up
     new[0].leave()
     assert not ray.is_up
-
-
-def test_what_belongs_to_a_ray_that_was_shut_down_is_gone_though_there_is_another_one(ray):
-    session = joined()
-    session.check()
-    ray.shutdown()
-    ray.init()
-    with pytest.raises(Gone, match="was shut down"):
-        session.check()
 
 
 def test_who_asks_while_another_thread_shuts_ray_down_is_kept_until_that_is_over(ray):
