@@ -134,8 +134,27 @@ def test_it_goes_to_the_number_at_once_and_comes_to_rest():
     assert one.run(3600) == [1, 16]
 
 
-def test_never_more_than_the_most():
-    assert load(1.0, 0.001, most=6).run(100)[-1] == 6
+HISTORIES = {
+    "never more than the most": (1.0, 0.001, {"most": 6}, 100, [1, 6]),
+    # As threads that hold the GIL do: two make as much as one.
+    "taken back if they hinder each other": (lambda n: 0.01 * n, 0.001, {}, 600, [1, 10, 1]),
+    # Although the loop does not wait any more.
+    "taken back if the loop gets slower": (13e-6, lambda n: 10e-6 * n, {}, 3600, [1, 2, 1]),
+    "the same of a slower loop": (26e-6, lambda n: 20e-6 * n, {}, 3600, [1, 2, 1]),
+    "kept if the loop is the limit then": (12e-6, 10e-6, {}, 3600, [1, 2]),
+    # As it takes longer to pass it.
+    "none for what is cheap to make": (20e-6, 15e-6, {"send_share": 0.7}, 60, [1]),
+    "more for what is not": (20e-6, 15e-6, {"send_share": 0.2}, 60, [1, 2]),
+    # Four disks, say.
+    "found if they help only so far": (lambda n: 0.04 * max(1, n / 4), 0.001, {}, 600, [1, 32, 6]),
+}
+
+
+@pytest.mark.parametrize(
+    ("make_s", "use_s", "options", "seconds", "history"), HISTORIES.values(), ids=HISTORIES
+)
+def test_the_number_of_workers(make_s, use_s, options, seconds, history):
+    assert load(make_s, use_s, **options).run(seconds) == history
 
 
 @pytest.mark.parametrize(
@@ -164,24 +183,6 @@ def test_waiting_for_a_cpu_is_computing_too():
     assert one.run(200)[-1] == 2
 
 
-def test_workers_that_hinder_each_other_are_taken_back():
-    """As threads that hold the GIL do: two make as much as one."""
-    one = load(lambda workers: 0.01 * workers, 0.001)
-    assert one.run(600) == [1, 10, 1]
-
-
-@pytest.mark.parametrize("use_s", [10e-6, 20e-6])
-def test_what_makes_the_loop_slower_that_only_receives_is_taken_back(use_s):
-    """Although it does not wait any more."""
-    one = load(1.3 * use_s, lambda workers: use_s * workers)
-    assert one.run(10) == [1, 2, 1]
-    assert one.run(3600) == [1, 2, 1]
-
-
-def test_a_loop_that_is_the_limit_after_a_step_keeps_the_workers():
-    assert load(12e-6, 10e-6).run(3600) == [1, 2]
-
-
 def test_what_made_it_a_little_slower_is_taken_back_after_a_long_epoch():
     one = load(13e-6, lambda workers: 10e-6 if workers == 1 else 14.2e-6, replay_s=all_again)
     assert one.run(60) == [1, 2]
@@ -193,18 +194,6 @@ def test_a_loop_that_becomes_slower_for_its_own_reasons_keeps_the_workers(lacked
     one = load(0.013, lambda workers: 0.01 if workers == 1 else 0.019)
     one.stats = lambda stats=one.stats: without_cpus(stats(), lacked)
     assert one.run(3600) == [1, 2]
-
-
-@pytest.mark.parametrize(("send_share", "workers"), [(0.7, 1), (0.2, 2)])
-def test_what_is_cheap_to_make_gets_no_more_workers(send_share, workers):
-    """As they take longer to pass it."""
-    assert load(20e-6, 15e-6, send_share=send_share).run(60)[-1] == workers
-
-
-def test_what_helps_only_so_far_is_found():
-    """Four disks, say."""
-    one = load(lambda workers: 0.04 * max(1, workers / 4), 0.001)
-    assert one.run(600) == [1, 32, 6]
 
 
 def test_one_bad_window_does_not_show_that_a_step_did_not_help():

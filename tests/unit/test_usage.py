@@ -48,34 +48,24 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_without_groups_it_is_what_the_machine_has(machine):
-    assert machine.available_bytes() == 40 * GIB
+MEMORY = {
+    # The group of the process; others, with their limit, use and cache; what is free: in GiB.
+    "without groups, all of the machine": (None, [], 40),
+    "a group without a limit": ("/user.slice/mine", [("user.slice/mine", "max", 3)], 40),
+    "the narrowest group": ("/pod/container", [("pod/container", 20, 1), ("pod", 10, 4)], 6),
+    "files in the cache are free": ("/", [("", 10, 9, 5)], 6),
+    "a container, whose path is that on the host": ("/kubepods/pod", [("", 8, 9)], 0),
+}
 
 
-def test_a_group_without_a_limit_limits_nothing(machine):
-    machine.write("proc/self/cgroup", "0::/user.slice/mine\n")
-    machine.group("user.slice/mine", "max", 3 * GIB)
-    assert machine.available_bytes() == 40 * GIB
-
-
-def test_the_narrowest_group_around_it_counts(machine):
-    machine.write("proc/self/cgroup", "0::/pod/container\n")
-    machine.group("pod/container", 20 * GIB, 1 * GIB)
-    machine.group("pod", 10 * GIB, 4 * GIB)
-    assert machine.available_bytes() == 6 * GIB
-
-
-def test_files_in_the_cache_are_free(machine):
-    machine.write("proc/self/cgroup", "0::/\n")
-    machine.group("", 10 * GIB, 9 * GIB, cached=5 * GIB)
-    assert machine.available_bytes() == 6 * GIB
-
-
-def test_a_container_that_sees_only_its_own_group_is_limited(machine):
-    """Its path is that on the host, which is not there."""
-    machine.write("proc/self/cgroup", "0::/kubepods/pod/container\n")
-    machine.group("", 8 * GIB, 9 * GIB)
-    assert machine.available_bytes() == 0
+@pytest.mark.parametrize(("own", "groups", "free"), MEMORY.values(), ids=MEMORY)
+def test_memory_is_what_the_machine_and_all_groups_allow(machine, own, groups, free):
+    if own is not None:
+        machine.write("proc/self/cgroup", f"0::{own}\n")
+    for path, most, *sizes in groups:
+        most = most if most == "max" else most * GIB
+        machine.group(path, most, *(size * GIB for size in sizes))
+    assert machine.available_bytes() == free * GIB
 
 
 def test_groups_of_version_1_count_likewise(machine):
