@@ -3,17 +3,14 @@
 import functools
 import itertools
 import operator
-import os
 import re
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
 from typing import Protocol, runtime_checkable
 
 import pytest
-from helpers import LIMIT, collect_until, counting, twelve, wait_until
+from helpers import LIMIT, collect_until, counting, run_script, twelve, wait_until
 
 from enqueuer import (
     EmptyEpochWarning,
@@ -138,15 +135,9 @@ def test_after_a_break_an_enqueuer_goes_on(kind, backend):
 
 
 def test_after_a_break_a_list_begins_anew(kind):
-    loader = kind([1, 2, 3, 4])
-    assert list(itertools.islice(loader, 2)) == [1, 2]
-    assert list(loader) == [1, 2, 3, 4]
-
-
-def test_after_a_break_a_loader_of_a_list_begins_anew_as_well(kind):
-    loader = Later(kind([1, 2, 3, 4]))
-    assert list(itertools.islice(loader, 2)) == [1, 2]
-    assert list(loader) == [1, 2, 3, 4]
+    for loader in (kind([1, 2, 3, 4]), Later(kind([1, 2, 3, 4]))):
+        assert list(itertools.islice(loader, 2)) == [1, 2]
+        assert list(loader) == [1, 2, 3, 4]
 
 
 def test_an_iterable_is_iterated_once_an_epoch(kind):
@@ -400,7 +391,7 @@ def test_messages_have_the_article_of_the_class(kind):
         kind(Odd([1])).state_dict()
 
 
-def test_a_list_has_no_position(kind):
+def test_an_enqueuer_has_a_position_and_a_list_has_none(kind):
     loader = kind([1])
     for name in ("state_dict", "load_state_dict"):
         assert not hasattr(loader, name)
@@ -411,12 +402,8 @@ def test_a_list_has_no_position(kind):
     assert list(Later(loader)) == [1]
     with pytest.raises(AttributeError, match="no attribute 'position'"):
         _ = loader.position
-
-
-def test_an_enqueuer_gives_its_position_by_protocol(kind):
-    loader = kind(GeneratorEnqueuer(twelve))
-    assert isinstance(loader, Stateful)
-    assert isinstance(Later(loader), Stateful)
+    for loader in (kind(GeneratorEnqueuer(twelve)), Later(kind(GeneratorEnqueuer(twelve)))):
+        assert isinstance(loader, Stateful)
 
 
 # --- several iterators --------------------------------------------------------------------------
@@ -601,18 +588,13 @@ for adapter, name in ADAPTERS:
 
 
 @pytest.mark.thorough
-def test_an_adapter_without_its_framework_says_what_to_install():
+def test_an_adapter_without_its_framework_says_what_to_install(tmp_path):
     adapters = [(name, name) for name in ("torch", "tensorflow", "keras", "jax")]
     adapters.append(("cuda", "torch"))
-    program = WITHOUT_FRAMEWORKS.replace("ADAPTERS", repr(adapters))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    said = re.findall("enqueuer.FrameworkUnavailable: this adapter needs .*", done.stderr)
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_FRAMEWORKS.replace("ADAPTERS", repr(adapters)))
+    _, _, err = run_script(script, tmp_path, LIMIT)
+    said = re.findall("enqueuer.FrameworkUnavailable: this adapter needs .*", err)
     for (_, name), line in zip(adapters, said, strict=True):
         assert f"needs {name} >= " in line
         assert install_command(name) in line

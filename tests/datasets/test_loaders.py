@@ -1,16 +1,14 @@
 """Loading an image, a sound, an array."""
 
 import io
-import os
 import struct
-import subprocess
 import sys
 import wave
 from functools import partial
 
 import numpy as np
 import pytest
-from helpers import LIMIT, needs
+from helpers import LIMIT, needs, run_script
 from PIL import Image, ImageOps, JpegImagePlugin
 
 from enqueuer import FrameworkUnavailable
@@ -196,20 +194,15 @@ def test_an_unknown_mode_is_refused(image):
         load_image(image(), mode="rgb")
 
 
-def test_without_pillow_it_says_what_to_install():
-    program = (
+def test_without_pillow_it_says_what_to_install(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
         "import sys; sys.modules['PIL'] = None\n"
         "from enqueuer.datasets.files import load_image; load_image('a.png')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert "enqueuer.FrameworkUnavailable: load_image needs Pillow >= 9.2" in done.stderr
-    assert install_command("images") in done.stderr
+    _, _, err = run_script(script, tmp_path, LIMIT)
+    assert "enqueuer.FrameworkUnavailable: load_image needs Pillow >= 9.2" in err
+    assert install_command("images") in err
 
 
 # --- sounds --------------------------------------------------------------------------------------
