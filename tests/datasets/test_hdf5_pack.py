@@ -92,11 +92,6 @@ def test_merged_and_virtual_hold_the_same(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.h5", "a.h5.parts", "b.h5"]
 
 
-def test_rows_are_in_the_order_of_the_shards(tmp_path):
-    found = packed(lambda shard: iter([[shard.index], [shard.index] * 2]), tmp_path / "a.h5")
-    assert found["data"][3] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-
-
 # --- what comes out is what went in ---
 
 
@@ -119,7 +114,6 @@ def test_dtype_and_shape_are_kept(tmp_path, rows, merge):
     back = HDF5Source(tmp_path / "a.h5", keys="data")
     assert (back[:].dtype, back[:].shape) == (rows.dtype, rows.shape)
     assert np.array_equal(back[:], rows)
-    back.close()
 
 
 def test_strings_come_back_as_str(tmp_path):
@@ -127,7 +121,6 @@ def test_strings_come_back_as_str(tmp_path):
     with_names = HDF5Source(tmp_path / "a.h5", keys="name")
     assert list(with_names[:]) == ["ä", "", "c" * 300, "x"]
     assert with_names[0] == "ä"
-    with_names.close()
 
 
 def test_rows_of_any_length_come_back_as_arrays(tmp_path):
@@ -136,7 +129,6 @@ def test_rows_of_any_length_come_back_as_arrays(tmp_path):
     back = HDF5Source(tmp_path / "a.h5", keys="a")
     assert [row.tolist() for row in back[:]] == [[0, 1, 2], [], [0], *[[0, 1, 2]] * 3]
     assert back[0].dtype == "int16"
-    back.close()
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [3, 3], [2, 2, 2]])
@@ -147,7 +139,6 @@ def test_rows_that_could_be_of_any_length_may_be_alike(tmp_path, lengths):
         pack([{"a": rows}], path, ragged=["a"], merge=merge)
         back = HDF5Source(path, keys="a")
         assert [row.tolist() for row in back[:]] == [row.tolist() for row in rows]
-        back.close()
 
 
 @pytest.mark.parametrize(
@@ -460,16 +451,6 @@ def test_errors_of_the_source_arrive_and_what_was_finished_is_kept(tmp_path, bac
     again = {name.split(".")[0] for name in os.listdir(ran)} - {"fixed"}
     assert again == {"0", "1", "2", "3"} - {str(int(name[6:11])) for name in whole}
     assert contents(path)[1]["data"][3] == [10 * s + n for s in range(4) for n in range(5)]
-
-
-def test_nothing_is_left_of_a_run_that_finished_no_shard(tmp_path):
-    def broken(shard):
-        yield np.zeros(2)
-        raise KeyError("no such file")
-
-    with pytest.raises(KeyError):
-        pack(broken, tmp_path / "a.h5", backend="thread")
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_run_that_goes_on_keeps_the_seed(tmp_path):
