@@ -68,10 +68,6 @@ def test_every_public_name_has_a_place_in_the_reference():
     assert described(pages) == set(enqueuer.__all__) - {"__version__"}
 
 
-def test_every_error_and_warning_is_explained():
-    assert described(read("docs", "reference", "errors.rst")) == error_classes()
-
-
 def test_the_page_of_messages_finds_those_of_each_class():
     # Their texts are put together from parts: the list of errors has them.
     composed = {"BatchTimeout", "BlockMemoryError", "ElementTimeout", "StallWarning", "WorkerDied"}
