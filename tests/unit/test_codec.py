@@ -1,7 +1,6 @@
 """Items and errors <-> pickles and the buffers beside them."""
 
 import builtins
-import collections
 import copyreg
 import dataclasses
 import gc
@@ -19,8 +18,6 @@ from enqueuer import ItemNotPicklable, WorkerError
 from enqueuer.common.objects import OUT_OF_BAND_BYTES
 from enqueuer.transport import errors, item_codec
 
-Pair = collections.namedtuple("Pair", "a b")
-
 
 @dataclasses.dataclass
 class Batch:
@@ -35,25 +32,6 @@ def there_and_back(value):
 
 
 LARGE = 5000
-ARRAYS = [
-    np.arange(LARGE, dtype="f4"),
-    np.arange(LARGE, dtype=">i8"),
-    np.arange(LARGE).astype("f2"),
-    np.arange(LARGE).astype("c16"),
-    np.arange(LARGE).astype(np.longdouble),
-    np.arange(LARGE) % 2 == 0,
-    np.arange(LARGE).astype("M8[s]"),
-    np.arange(LARGE).astype("m8[D]"),
-    np.array(["text", "ü"] * LARGE),
-    np.array([b"bytes"] * LARGE),
-    np.array([{"a": 1}, None, "x"], dtype=object),
-    np.zeros(LARGE, dtype=np.dtype([("a", "i1"), ("b", "f8", (2,))], align=True)),
-    np.array(5.0),
-    np.empty((0, 3)),
-    np.asfortranarray(np.arange(2 * LARGE).reshape(2, LARGE)),
-    np.arange(4 * LARGE).reshape(4, LARGE)[::2, ::-1],
-    np.broadcast_to(1.5, (100, 100)),
-]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
@@ -98,15 +76,6 @@ def test_the_pixels_of_a_large_image_are_no_part_of_the_pickle():
     assert len(pickled) < 1000
 
 
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype.str}-{a.shape}")
-def test_arrays_come_back_equal(array):
-    copy = there_and_back(array)
-    assert copy.dtype == array.dtype
-    assert copy.shape == array.shape
-    assert np.array_equal(copy, array)
-    assert copy.flags.f_contiguous or not array.flags.f_contiguous
-
-
 LABELLED = np.dtype("f4", metadata={"unit": "m"})
 
 
@@ -131,15 +100,6 @@ def test_the_metadata_of_a_dtype_comes_back_and_no_other(labelled, plain, count,
             assert copy["a"].metadata == dtype["a"].metadata
 
 
-def test_masked_and_read_only_arrays_stay_so():
-    masked = np.ma.array(np.arange(LARGE), mask=np.arange(LARGE) % 3 == 0)
-    assert (there_and_back(masked).mask == masked.mask).all()
-    frozen = np.arange(LARGE)
-    assert there_and_back(frozen).flags.writeable
-    frozen.flags.writeable = False
-    assert not there_and_back(frozen).flags.writeable
-
-
 def test_large_buffers_are_beside_the_pickle_and_not_copied():
     array = np.arange(100_000)
     data, buffers = item_codec.Encoder().encode({"x": array, "y": 1})
@@ -155,16 +115,6 @@ def test_buffers_beyond_a_number_go_into_the_pickle():
     _, buffers = item_codec.Encoder().encode(arrays)
     assert len(buffers) == item_codec._MOST_BUFFERS
     assert all((a == b).all() for a, b in zip(there_and_back(arrays), arrays, strict=True))
-
-
-def test_containers_keep_their_types_and_identity():
-    array = np.arange(LARGE)
-    value = {"pair": Pair(array, array), "batch": Batch([1, (2, {3})]), "set": frozenset("ab")}
-    copy = there_and_back(value)
-    assert type(copy["pair"]) is Pair
-    assert copy["pair"].a is copy["pair"].b
-    assert copy["batch"] == value["batch"]
-    assert list(copy) == list(value)
 
 
 @pytest.mark.parametrize(
