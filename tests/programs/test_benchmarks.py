@@ -38,13 +38,19 @@ print(machine.cpu_of_session() - before)
 
 
 def run(*arguments, program="run.py", path=()):
+    return run_python(BENCHMARKS / program, *arguments, path=path)
+
+
+def run_python(*arguments, path=()):
     return subprocess.run(
-        [sys.executable, BENCHMARKS / program, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
+        cwd=BENCHMARKS,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=LIMIT,
+        start_new_session=True,
     )
 
 
@@ -265,29 +271,13 @@ def test_a_loader_that_is_not_installed_is_shown_or_an_error(tmp_path, needs_all
     ],
 )
 def test_a_verdict_says_what_is_wrong(fault, seen, expected):
-    done = subprocess.run(
-        [sys.executable, "-c", REMARKS, fault, repr(seen)],
-        cwd=BENCHMARKS,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    done = run_python("-c", REMARKS, fault, repr(seen))
     assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
 def test_the_cpu_time_of_a_child_that_has_ended_is_counted():
-    done = subprocess.run(
-        [sys.executable, "-c", ENDED_CHILD],
-        cwd=BENCHMARKS,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        start_new_session=True,
-        check=True,
-    )
+    done = run_python("-c", ENDED_CHILD)
+    assert done.returncode == 0, done.stderr
     # The child computes for 0.3 s; the system counts in ticks of 10 ms.
     assert float(done.stdout) > 0.25
 

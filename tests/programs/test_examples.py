@@ -47,8 +47,10 @@ ALL_NEEDS = {EXAMPLES / name: needs for name, needs in NEEDS.items()} | {
 ALL = sorted((*EXAMPLES.glob("*.py"), *RECIPES.glob("*.py")))
 
 
-def test_there_are_recipes():
+def test_there_are_examples_and_recipes():
+    assert set(ALL_NEEDS) <= set(ALL)
     assert {path.name for path in RECIPES.glob("*.py")} == set(RECIPES_NEED)
+    assert len(ALL) >= 36
 
 
 RUN_NOTEBOOK = """
@@ -70,33 +72,6 @@ def test_the_notebook_runs(tmp_path):
     code, out, err = run_script(program, tmp_path, LIMIT, NOTEBOOK=notebook)
     assert code == 0, err
     assert out == "epoch 0: 320 rows\nepoch 1: 320 rows\n 2\n"
-
-
-def test_there_are_examples():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        "asyncio_loop.py",
-        "east_get_batch.py",
-        "file_list_tensorflow.py",
-        "find_workers.py",
-        "image_folder.py",
-        "in_place.py",
-        "is_it_waiting.py",
-        "jax_training.py",
-        "keras_fit.py",
-        "keras_loop.py",
-        "keras_style.py",
-        "map_files.py",
-        "mix_samples.py",
-        "on_a_cluster.py",
-        "pack_and_train.py",
-        "processes.py",
-        "remote_files.py",
-        "resume.py",
-        "skip_bad_files.py",
-        "threads.py",
-        "torch_dataloader.py",
-        "torch_training.py",
-    }
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)

@@ -51,38 +51,20 @@ def test_a_block_of_the_readme_runs(block, tmp_path):
     assert out
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_a_block_of_the_readme_runs_where_it_is_pasted_into_a_session(block, tmp_path):
-    for framework in re.findall(r"enqueuer\.adapters\.(\w+)", block):
-        needs(framework)
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input=f"{block}\n",
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    # The session writes its prompts to stderr.
-    assert re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip() == ""
-    assert done.stdout
-
-
 @pytest.mark.parametrize(
-    ("program", "package"),
-    [(IPYTHON, "IPython"), (NOTEBOOK, "nbclient")],
-    ids=["ipython", "notebook"],
+    ("options", "packages"),
+    [
+        pytest.param(["-i", "-q"], [], id="session", marks=pytest.mark.thorough),
+        pytest.param(["-c", IPYTHON], ["IPython"], id="ipython"),
+        pytest.param(["-c", NOTEBOOK], ["nbclient", "ipykernel"], id="notebook"),
+    ],
 )
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_a_block_of_the_readme_runs_in_ipython_and_in_a_notebook(block, program, package, tmp_path):
-    needs_installed(package, *re.findall(r"enqueuer\.adapters\.(\w+)", block))
-    if program is NOTEBOOK:
-        needs_installed("ipykernel")
+def test_a_block_of_the_readme_runs_where_it_is_pasted(block, options, packages, tmp_path):
+    needs_installed(*packages, *re.findall(r"enqueuer\.adapters\.(\w+)", block))
     (tmp_path / "block.py").write_text(block)
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "block.py"],
+        [sys.executable, *options, *([tmp_path / "block.py"] if packages else [])],
         cwd=tmp_path,
         env={
             **os.environ,
@@ -90,10 +72,13 @@ def test_a_block_of_the_readme_runs_in_ipython_and_in_a_notebook(block, program,
             "IPYTHONDIR": str(tmp_path / "ipython"),
             "JUPYTER_PLATFORM_DIRS": "1",
         },
-        stdin=subprocess.DEVNULL,
+        input="" if packages else f"{block}\n",
         capture_output=True,
         text=True,
-        timeout=100.0,
+        timeout=100.0 if packages else LIMIT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
+    if not packages:
+        # The session writes its prompts to stderr.
+        assert re.sub(r"(>>>|\.\.\.) ", "", done.stderr).strip() == ""
