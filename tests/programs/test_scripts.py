@@ -71,6 +71,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
         from enqueuer import GeneratorEnqueuer, Processes
 
         logging.basicConfig(level="INFO")
+        multiprocessing.set_start_method("spawn")
         signal.signal(signal.SIGTERM, lambda *_: None)
 
         def surroundings():
@@ -113,27 +114,6 @@ def test_the_process_stays_as_it_was(options, tmp_path):
     """
     text = text.replace("OPTIONS_ARE_PROCESSES", str("Processes" in options))
     assert run_program(tmp_path, text.replace("OPTIONS", options)) == (0, "", "")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("choice", ["fork", "spawn"])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_global_start_method_is_the_users(method, choice, tmp_path):
-    text = f"""
-        import multiprocessing
-        from enqueuer import GeneratorEnqueuer, Processes
-
-        def batches():
-            yield from range(5)
-
-        with GeneratorEnqueuer(batches, backend=Processes(start_method={method!r})) as running:
-            assert list(running) == list(range(5))
-        multiprocessing.set_start_method({choice!r})
-        with GeneratorEnqueuer(batches, backend=Processes(start_method={method!r})) as running:
-            assert list(running) == list(range(5))
-        assert multiprocessing.get_start_method() == {choice!r}
-    """
-    assert run_program(tmp_path, text) == (0, "", "")
 
 
 @pytest.mark.thorough

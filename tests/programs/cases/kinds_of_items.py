@@ -45,11 +45,6 @@ class Flag(enum.IntFlag):
 Point = collections.namedtuple("Point", "x y")
 
 
-class NT(typing.NamedTuple):
-    a: int
-    b: str = "q"
-
-
 @dataclasses.dataclass(frozen=True)
 class DC:
     n: int
@@ -112,14 +107,6 @@ class Gen(typing.Generic[T]):
         self.n = n
 
 
-class MyErr(Exception):
-    raised = 0
-
-    def __init__(self, n, *, extra):
-        super().__init__(n)
-        self.n, self.extra = n, extra
-
-
 class Cached:
     def __init__(self, n):
         self.n = n
@@ -137,15 +124,7 @@ class D(dict):
     pass
 
 
-class L(list):
-    pass
-
-
 class Arr(np.ndarray):
-    pass
-
-
-class Str(str):
     pass
 
 
@@ -183,7 +162,6 @@ MAKE = {
     "enum": lambda i: list(Color)[i % 2],
     "flag": lambda i: Flag.A | Flag.B,
     "point": lambda i: Point(i, 1),
-    "nt": NT,
     "dc": DC,
     "slots": Slots,
     "child": Child,
@@ -192,9 +170,7 @@ MAKE = {
     "gen": Gen[int],
     "cached": cached,
     "d": lambda i: D(a=i),
-    "l": lambda i: L([i]),
     "arr": lambda i: np.arange(i + 3).view(Arr),
-    "str": Str,
     "single": Singleton,
     "weak": Weak,
     "fn": lambda i: helper,
@@ -235,9 +211,6 @@ def main():
         Local.seen += 1
         return Local(i)
 
-    def raiser(i):
-        raise MyErr(i, extra=[2])
-
     for method in ("fork", "forkserver", "spawn"):
         kw = dict(workers=2, backend=Processes(start_method=method))
         want = [make_all(i) for i in range(3)]
@@ -259,13 +232,6 @@ def main():
         if method != "fork":
             with OrderedEnqueuer(iter([Local(1), Local(2)]), lambda x: x, **kw) as e:
                 check(f"{method}, back", {type(item) is Local for item in e}, {True})
-        with OrderedEnqueuer(iter([lambda: 1, lambda: 2]), lambda f: f(), **kw) as e:
-            check(f"{method}, lambdas", list(e), [1, 2])
-        try:
-            with OrderedEnqueuer(range(4), raiser, **kw) as e:
-                list(e)
-        except MyErr as error:
-            check(f"{method}, error", (type(error) is MyErr, error.extra), (True, [2]))
     print("FAIL: " + "; ".join(problems) if problems else "ok")
 
 
