@@ -26,8 +26,8 @@ from _pytest.config import create_terminal_writer
 from helpers import LIMIT, twelve
 
 from enqueuer import GeneratorEnqueuer, Processes, Ray
+from enqueuer.backends.engine import load
 from enqueuer.backends.job import HAS_FORKSERVER
-from enqueuer.backends.load import load
 from enqueuer.common import interrupts
 from enqueuer.common.descriptors import PORTABLE
 

@@ -5,20 +5,22 @@
                     |                             \\--> a worker has died: replace it, or report it
                     +--- the pool sleeps <-------------> nothing yet
 
-The engine joins a pool, which runs, wakes and ends workers, and a schedule, which decides what
-is next and what is done again after a death. `wait()` and what belongs to it are called by one
-consumer at a time; `close()`, `stop()`, `measures()` and `waiting()` by any thread.
+`load()` finds the pool of a backend by its name. The engine joins a pool, which runs, wakes and
+ends workers, and a schedule, which decides what is next and what is done again after a death.
+`wait()` and what belongs to it are called by one consumer at a time; `close()`, `stop()`,
+`measures()` and `waiting()` by any thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any, Generic, TypeAlias
 
 from enqueuer.backends.job import Job
 from enqueuer.backends.pool import (
@@ -38,9 +40,18 @@ from enqueuer.common import interrupts
 from enqueuer.errors import Closed, StartError, WorkerDied
 from enqueuer.monitoring.meters import LoopMeter, WorkerStats
 from enqueuer.order.messages import Epoch, Failure
+from enqueuer.workers.settings import check_not_importing
+from enqueuer.workers.tasks import TaskSource
 
 _log = logging.getLogger("enqueuer")
 
+_POOLS = {
+    "thread": ("enqueuer.backends.thread_pool", "ThreadPool"),
+    "process": ("enqueuer.backends.process.pool", "ProcessPool"),
+    "ray": ("enqueuer.backends.ray.pool", "RayPool"),
+}
+# The pool of `workers=0`, whatever the backend is.
+_INLINE = ("enqueuer.backends.inline", "InlinePool")
 # Seconds for the end of the workers that were started before one could not be.
 _FAILED_START_S = 1.0
 
@@ -314,3 +325,39 @@ def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Fai
     error = WorkerDied(text, dead.index, death.exitcode)
     error.__cause__ = death.error
     return Failure(place.shard, place.number, error, worker=str(dead))
+
+
+Backend: TypeAlias = Engine[Any]
+
+
+def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Backend:
+    """Return a backend that is ready to be started.
+
+    Args:
+        name: Name of the backend.
+        job: Description of what the workers run.
+        restarts: Restarts of the run.
+        loop_meter: Account of the waits.
+
+    Raises:
+        StartError: This system cannot run it, or this is a worker that imports a module.
+    """
+    if name == "process" and job.workers and not hasattr(os, "fork"):
+        raise StartError("backend='process' needs a POSIX system; use backend='thread' here")
+    if name != "thread" and job.workers and job.start_method != "fork":
+        check_not_importing()
+    if name == "process" and job.workers and job.start_method == "forkserver":
+        # The server imports numpy while this process imports the pool and pickles the source.
+        importlib.import_module("enqueuer.backends.process.fork_server").server.begin()
+    module, kind = _POOLS[name] if job.workers else _INLINE
+    pool: WorkerPool[Any] = getattr(importlib.import_module(module), kind)(job)
+    # Items keep their places until the loop has used them, so it takes at most half of them. With a
+    # bound in bytes there may be few places, and a trace records when each item was asked for.
+    is_measured = job.max_queue_bytes is not None
+    most = 1 if is_measured or job.trace is not None else max(1, job.max_queue_size // 2)
+    if isinstance(job.source, TaskSource):
+        in_turn = job.workers if job.source.is_round_robin and name != "thread" else 0
+        tasks = TaskSchedule(pool.workers, pool.dispatch, most, is_measured, in_turn)
+        return Engine(job, pool, tasks, restarts, loop_meter)
+    owners = {shard: worker for worker, plan in enumerate(job.plans()) for shard in plan.shards}
+    return Engine(job, pool, ShardSchedule(pool.workers, owners, most), restarts, loop_meter)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from enqueuer import exports
-from enqueuer.backends.load import Backend
+from enqueuer.backends.engine import Backend
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import interrupts
 from enqueuer.common.text import warn

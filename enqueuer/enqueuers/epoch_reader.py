@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from enqueuer.backends.load import Backend
+from enqueuer.backends.engine import Backend
 from enqueuer.backends.stall import DeadlineExpired, Wait
 from enqueuer.common.text import warn
 from enqueuer.enqueuers.run import Run, State

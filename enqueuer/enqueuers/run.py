@@ -30,8 +30,8 @@ from collections.abc import Callable, Container, Iterator
 from typing import cast
 
 from enqueuer.backends.copies import Copies
+from enqueuer.backends.engine import Backend, load
 from enqueuer.backends.job import Job
-from enqueuer.backends.load import Backend, load
 from enqueuer.backends.pool import ESCALATION_S, Inherited, Restarts, forget
 from enqueuer.backends.stall import DeadlineExpired, WaitLimits
 from enqueuer.common import interrupts

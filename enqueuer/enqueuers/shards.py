@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from enqueuer.backends.engine import Backend
 from enqueuer.backends.job import Job
-from enqueuer.backends.load import Backend
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.common.text import warn
 from enqueuer.enqueuers.failures import Origin, item_of

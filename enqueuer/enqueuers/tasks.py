@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from enqueuer.backends.load import Backend
+from enqueuer.backends.engine import Backend
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task

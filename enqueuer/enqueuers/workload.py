@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from enqueuer.backends.engine import Backend
 from enqueuer.backends.job import Job, RayOptions
-from enqueuer.backends.load import Backend
 from enqueuer.common import checks
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
