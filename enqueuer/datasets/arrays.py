@@ -98,6 +98,8 @@ class ArraySource:
         if len(counts) > 1:
             raise ValueError(f"the arrays must have equally many rows, got {sorted(counts)}")
         (self._count,) = counts
+        if not self._count:
+            raise ValueError("the arrays have no rows")
         size = checks.positive("batch_size", batch_size)
         if drop_last and self._count < size:
             raise ValueError(
@@ -203,14 +205,15 @@ def _fingerprint_of(source: ArraySource) -> dict[str, Any]:
 
 
 # An array, or a function that maps a file: its first argument is the path.
-_Place = np.ndarray | functools.partial[np.ndarray]
+_Place = np.ndarray | functools.partial[Any]
 
 
 def _place(given: Any) -> _Place:
     """Return an array as workers get it; raise TypeError if it is none."""
     if isinstance(given, (str, os.PathLike)):
         path = os.path.abspath(os.fspath(given))
-        return functools.partial(np.load, path, mmap_mode="r", allow_pickle=False)
+        # np.load would leave a broken .npz file open.
+        return functools.partial(np.lib.format.open_memmap, path, mode="r")
     if isinstance(given, np.ma.MaskedArray):
         raise TypeError(
             "ArraySource got a masked array, whose mask would be lost: fill it, or pass data and "
@@ -246,7 +249,7 @@ def _mapped(place: _Place) -> np.ndarray:
     path = place.args[0]
     try:
         found = place()
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:
         raise DataFileError(f"{path}: it cannot be mapped as an array: {error}", path) from error
     if not isinstance(found, np.ndarray) or not found.shape:
         raise DataFileError(f"{path}: it is no .npy file of an array with rows", path)

@@ -162,3 +162,11 @@ def test_a_copied_memmap_keeps_its_changes(tmp_path):
     copied = np.memmap(tmp_path / "raw", "i4", "c", shape=(6, 2))
     copied[0] = 99
     assert ArraySource(copied)[0].tolist() == [99, 99]
+
+
+def test_arrays_without_rows_and_a_broken_npz_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="the arrays have no rows"):
+        ArraySource(np.zeros((0, 3)))
+    (tmp_path / "a.npz").write_bytes(b"PK\3\4" + bytes(100))
+    with pytest.raises(DataFileError, match=r"a\.npz: it cannot be mapped as an array: "):
+        ArraySource(tmp_path / "a.npz")
