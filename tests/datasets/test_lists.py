@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer import FrameworkUnavailable, OrderedEnqueuer
+from enqueuer import DataFileError, FrameworkUnavailable, OrderedEnqueuer
 from enqueuer.datasets.files import find_files, load_array, read_list
 
 TEXT = st.text(
@@ -198,14 +198,18 @@ def test_an_error_names_the_file(kind, of, backend, tmp_path, caplog):
     files, function = kind(map(of, paths)), load_array
     if isinstance(files[0], (tuple, list)):
         function = label_of
-    with OrderedEnqueuer(files, function, **backend) as enqueuer, pytest.raises(EOFError) as caught:
-        list(enqueuer)
-    says = f"task 1, element 1 ({paths[1]!r})"
-    assert caught.value.__notes__[-1].endswith(says)
+    with OrderedEnqueuer(files, function, **backend) as enqueuer:
+        with pytest.raises(DataFileError) as caught:
+            list(enqueuer)
+    says = f"{paths[1]}: it is no .npy or .npz file, or it is empty"
+    assert str(caught.value) == says
+    assert caught.value.path == paths[1]
+    assert caught.value.__notes__[-1].endswith(f"task 1, element 1 ({paths[1]!r})")
     options = dict(batch_size=2, on_error="skip", max_errors=1)
     with OrderedEnqueuer(files, function, **options, **backend) as enqueuer:
         assert [len(batch) for batch in enqueuer] == [1]
-    assert f"task 0, element 1 ({paths[1]!r}): EOFError" in caplog.text
+        assert [text for _, text in enqueuer.skipped] == [repr(caught.value)]
+    assert f"task 0, element 1 ({paths[1]!r}): {caught.value!r}" in caplog.text
 
 
 def test_a_long_text_is_named_in_short():

@@ -1,17 +1,22 @@
 """Loading an image, a sound, an array."""
 
+import contextlib
 import io
+import re
 import struct
 import sys
+import tarfile
 import wave
+import zipfile
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import LIMIT, needs, run_script
-from PIL import Image, ImageOps, JpegImagePlugin
+from PIL import Image, ImageOps, JpegImagePlugin, features
 
-from enqueuer import FrameworkUnavailable
+from enqueuer import DataFileError, FrameworkUnavailable
 from enqueuer.common.extras import install_command
 from enqueuer.datasets.files import load_array, load_audio, load_image, random_crop
 
@@ -168,9 +173,166 @@ def test_transparency_is_dropped(image):
     assert np.array_equal(load_image(path), np.asarray(palette.convert("RGB")))
 
 
-def test_thirtytwo_bits_are_refused(image):
-    with pytest.raises(ValueError, match=r"a\.tif.* has 32-bit pixels"):
-        load_image(image(np.zeros((2, 2), np.float32), "a.tif"))
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("name", ["a.tif", "a.webp"])
+def test_no_format_is_turned_twice(image, name, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = image(smooth(), name, exif=exif)
+    with Image.open(path) as whole:
+        expected = np.asarray(ImageOps.exif_transpose(whole))
+    assert np.array_equal(load_image(path), expected)
+    high, wide = expected.shape[:2]
+    assert np.array_equal(load_image(path, crop=lambda *size: (0, 0, *size)), expected)
+    assert np.array_equal(load_image(path, crop=(9, 5, 30, 20)), expected[9:39, 5:25])
+    assert load_image(path, size=(high // 2, wide // 2)).shape[:2] == (high // 2, wide // 2)
+
+
+def tiff(values, bits, white_is=1):
+    """Return a TIFF file of 12 or 16 bits a sample, without compression."""
+    data = values.astype("<u2").tobytes()
+    if bits == 12:
+        a, b = values[:, 0::2].astype(int), values[:, 1::2].astype(int)
+        data = np.stack([a >> 4, (a & 15) << 4 | b >> 8, b & 255], -1).astype("u1").tobytes()
+    high, wide = values.shape
+    tags = [(256, wide), (257, high), (258, bits), (259, 1), (262, white_is), (273, 122)]
+    tags += [(277, 1), (278, high), (279, len(data))]
+    lines = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + lines + bytes(4) + data
+
+
+def pgm(values, white, plain=False):
+    head = f"P{2 if plain else 5} {values.shape[1]} {values.shape[0]} {white}\n".encode()
+    return head + (
+        " ".join(map(str, values.flat)).encode() if plain else values.astype(">u2").tobytes()
+    )
+
+
+def encoded(values, **options):
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, **options)
+    return file.getvalue()
+
+
+# 0, 65, ... 4095 in 12 bits, lossless, of OpenJPEG.
+JPEG2000 = bytes.fromhex(
+    "ff4fff5100290000000000080000000800000000000000000000000800000008000000000000000000010b0101ff52"
+    "000c00000001000004040001ff5c00044060ff640025000143726561746564206279204f70656e4a50454720766572"
+    "73696f6e20322e352e34ff90000a0000000000660001ff93dfe154122c42a79795b1430ed6283fdee829c548b83456"
+    "12e1790e9891854f43d1987e129bce3bc379bd7149c6853782625615b739ce75ea4a400cc02800074465d523cc5386"
+    "0b5c67daeb29ab84eb8070d86c361b0d86c3ffd9"
+)
+TWELVE = (np.arange(64, dtype=np.uint16) * 65).reshape(8, 8)
+SIXTEEN = TWELVE * 16
+
+
+@pytest.mark.parametrize(
+    ("data", "values", "white"),
+    [
+        (tiff(TWELVE, 12), TWELVE, 4095),
+        (tiff(SIXTEEN, 16), SIXTEEN, 65535),
+        (encoded(SIXTEEN, format="TIFF", compression="tiff_lzw"), SIXTEEN, 65535),
+        (encoded(SIXTEEN.astype(">u2"), format="TIFF"), SIXTEEN, 65535),
+        (encoded(SIXTEEN, format="PNG"), SIXTEEN, 65535),
+        (pgm(SIXTEEN, 65535), SIXTEEN, 65535),
+        (pgm(TWELVE, 4095), TWELVE, 4095),
+        (pgm(TWELVE, 4095, plain=True), TWELVE, 4095),
+        pytest.param(JPEG2000, TWELVE, 4095, marks=pytest.mark.skipif(
+            not features.check("jpg_2000"), reason="this Pillow has no JPEG 2000")),
+        (encoded((TWELVE // 16).astype(np.uint8), format="PNG"), TWELVE // 16, 255),
+    ],
+    ids=["tiff-12", "tiff-16", "tiff-lzw", "tiff-big", "png", "pgm", "pgm-12", "pgm-plain", "jp2",
+         "8"],
+)  # fmt: skip
+def test_the_values_of_grey_are_those_in_the_file(data, values, white):
+    deep = load_image(data, mode="I;16")
+    assert deep.dtype == np.uint16
+    assert np.array_equal(deep, values)
+    assert load_image(data, mode="F").dtype == np.float32
+    assert np.array_equal(load_image(data, mode="F"), values)
+    # By the bits that the file declares.
+    expected = values.astype(int) * 256 // (white + 1)
+    assert np.array_equal(load_image(data, mode="L"), expected)
+    assert np.array_equal(load_image(data)[..., 1], expected)
+    small = load_image(data, mode="I;16", size=4, crop=(0, 0, 8, 8))
+    assert abs(small - values.reshape(4, 2, 4, 2).mean((1, 3))).max() <= white / 30
+
+
+def test_where_zero_is_white_it_is_so_for_any_bits():
+    data = tiff(SIXTEEN, 16, white_is=0)
+    assert np.array_equal(load_image(data, mode="I;16"), SIXTEEN)
+    assert np.array_equal(load_image(data, mode="L"), 255 - (SIXTEEN >> 8))
+
+
+@pytest.mark.parametrize(
+    ("picture", "mode", "says"),
+    [
+        (np.zeros((2, 2), np.float32), "RGB", "32 bits or with a sign, .* mode='F' gives"),
+        (np.full((2, 2), -1, np.int32), "L", "32 bits or with a sign, .* mode='F' gives"),
+        (np.full((2, 2), -1, np.int32), "I;16", "values that uint16 has not; mode='F'"),
+        (np.full((2, 2), 0.5, np.float32), "I;16", "values that uint16 has not; mode='F'"),
+        (PIXELS, "I;16", "mode 'I;16' gives the values of grey images, and this one is 'RGB'"),
+        (PIXELS, "F", "mode 'F' gives the values of grey images"),
+    ],
+)
+def test_values_that_a_mode_cannot_give_are_refused(image, picture, mode, says):
+    path = image(picture, "a.tif")
+    with pytest.raises(DataFileError, match=rf"^{path}: .*{says}"):
+        load_image(path, mode=mode)
+    if picture is not PIXELS:
+        assert np.array_equal(load_image(path, mode="F"), picture)
+
+
+def test_what_pillow_knows_but_does_not_read_is_named():
+    with pytest.raises(DataFileError, match="<108 bytes>: cannot find loader for this HDF5 file"):
+        load_image(b"\x89HDF\r\n\x1a\n" + bytes(100), size=8)
+
+
+@contextlib.contextmanager
+def kinds_of(path):
+    """Yield the ways to pass a file, with what an error calls each."""
+    data = path.read_bytes()
+    with tarfile.open(path.parent / "a.tar", "w") as tar:
+        tar.add(path, path.name)
+    with zipfile.ZipFile(path.parent / "a.zip", "w") as archive:
+        archive.write(path, path.name)
+    # Before Python 3.13, a member of a tar file has the name of the whole.
+    with (
+        open(path, "rb") as file,
+        tarfile.open(path.parent / "a.tar", "r|") as tar,
+        zipfile.ZipFile(path.parent / "a.zip") as archive,
+        archive.open(path.name) as member,
+    ):
+        yield [
+            (path, str(path)), (str(path), str(path)), (file, str(path)),
+            (data, f"<{len(data)} bytes>"), (np.frombuffer(data, "u1"), f"<{len(data)} bytes>"),
+            (np.void(data), f"<{len(data)} bytes>"), (io.BytesIO(data), "<_io.BytesIO"),
+            (tar.extractfile(tar.next()), "a."), (member, path.name),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("load", "name"), [(load_image, "a.png"), (load_audio, "a.wav"), (load_array, "a.npy")]
+)
+def test_a_file_is_a_path_bytes_or_a_file_object(tmp_path, load, name):
+    path = tmp_path / name
+    if load is load_image:
+        Image.fromarray(PIXELS).save(path)
+    elif load is load_audio:
+        sound(path, bytes(range(200)))
+    else:
+        np.save(path, PIXELS)
+    expected = load(path)
+    with kinds_of(path) as kinds:
+        for file, _ in kinds:
+            np.testing.assert_equal(load(file), expected)
+    path.write_bytes(path.read_bytes()[:60])
+    with kinds_of(path) as kinds:
+        for file, named in kinds:
+            with pytest.raises(DataFileError, match=re.escape(named)) as caught:
+                load(file)
+            assert len(str(caught.value)) > len(named) + 10
+            assert caught.value.path == (named if isinstance(file, (str, Path)) else "")
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
@@ -190,7 +352,8 @@ def test_what_is_no_image_or_not_there_is_an_error(tmp_path):
 
 
 def test_an_unknown_mode_is_refused(image):
-    with pytest.raises(ValueError, match="mode must be 'RGB', 'BGR' or 'L', got 'rgb'"):
+    says = "mode must be 'RGB', 'BGR', 'L', 'I;16' or 'F', got 'rgb'"
+    with pytest.raises(ValueError, match=says):
         load_image(image(), mode="rgb")
 
 
@@ -244,8 +407,83 @@ def test_a_truncated_sound_is_an_error(tmp_path):
     whole = path.read_bytes()
     for size in (20, 100):
         path.write_bytes(whole[:size])
-        with pytest.raises(EOFError):
+        with pytest.raises(DataFileError, match=rf"{path}: the (file is truncated|header of)"):
             load_audio(path)
+
+
+@pytest.mark.parametrize("size", [0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 0x80000000, 0])
+def test_a_stream_goes_to_its_end(tmp_path, size):
+    path = sound(tmp_path / "a.wav", bytes(range(200)))
+    data = path.read_bytes()
+    expected, _ = load_audio(path)
+    path.write_bytes(
+        data[:4] + struct.pack("<I", size) + data[8:40] + struct.pack("<I", size) + data[44:]
+    )
+    loaded, _ = load_audio(path)
+    # As soundfile takes it, none are none.
+    assert np.array_equal(loaded, expected if size else expected[:0])
+
+
+def test_what_no_sound_has_is_named(tmp_path):
+    path = sound(tmp_path / "a.wav", bytes(200))
+    data = bytearray(path.read_bytes())
+    data[22:24] = bytes(2)
+    path.write_bytes(data)
+    with pytest.raises(DataFileError, match=rf"{path}: no sound has 16 bits a sample, 0 channels"):
+        load_audio(path)
+
+
+def test_extended_formats_and_further_chunks_are_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    data = struct.pack("<4h", 0, -(2**15), 2**14, -(2**14))
+    form = struct.pack("<HHIIHHHHI", 0xFFFE, 1, 8000, 16000, 2, 16, 22, 16, 4)
+    form += bytes.fromhex("0100000000001000800000aa00389b71")
+    body = b"WAVEJUNK\3\0\0\0abc\0fmt " + struct.pack("<I", len(form)) + form
+    body += b"LIST\2\0\0\0ab" + b"data" + struct.pack("<I", len(data)) + data + b"LIST\0\0\0\0"
+    loaded, rate = load_audio(b"RIFF" + struct.pack("<I", len(body)) + body)
+    assert (loaded.tolist(), rate) == ([0, -1, 0.5, -0.5], 8000)
+
+
+@pytest.mark.parametrize("frames", [3, 8, 20])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_section_has_one_length(tmp_path, frames, channels):
+    data = struct.pack(f"<{8 * channels}h", *range(1, 8 * channels + 1))
+    path = sound(tmp_path / "a.wav", data, channels=channels)
+    whole, _ = load_audio(path)
+    rng = np.random.default_rng(7)
+    starts = set()
+    for _ in range(60):
+        part, _ = load_audio(path, start=rng, frames=frames, pad=True)
+        assert part.shape[0] == frames
+        assert not part[8:].any()
+        first = int(np.flatnonzero(whole == part.flat[0])[0]) // channels
+        assert np.array_equal(part[:8], whole[first : first + frames])
+        starts.add(first)
+    assert starts == set(range(max(0, 8 - frames) + 1))
+    assert load_audio(path, start=3, frames=20, pad=True)[0].shape[0] == 20
+    mono, _ = load_audio(path, mono=True)
+    assert np.allclose(mono, whole if channels == 1 else whole.mean(1))
+    for options in ({"pad": True}, {"start": rng}):
+        with pytest.raises(ValueError, match="need frames"):
+            load_audio(path, **options)
+
+
+@pytest.mark.parametrize("rate", [4000, 8000, 11025, 16000])
+def test_a_sound_comes_at_the_rate_that_is_wanted(tmp_path, rate):
+    needs("soxr")
+    wave_of = np.sin(np.arange(8000) / 20) * 20000
+    path = sound(tmp_path / "a.wav", wave_of.astype("<i2").tobytes())
+    loaded, found = load_audio(path, sample_rate=rate)
+    assert (loaded.shape, loaded.dtype, found) == ((rate,), np.float32, rate)
+    expected = np.sin(np.arange(rate) / 20 * 8000 / rate) * 20000 / 2**15
+    assert abs(loaded - expected)[100:-100].max() < 1e-3
+    seen = []
+    half, _ = load_audio(
+        path, start=lambda count: seen.append(count) or rate // 2, frames=rate, sample_rate=rate
+    )
+    assert seen == [rate]
+    assert abs(half - expected[rate // 2 :])[100:-100].max() < 1e-3
+    assert len(half) == rate - rate // 2
 
 
 @pytest.mark.parametrize(("start", "frames"), [(0, 3), (2, 3), (5, None), (6, 9), (8, 1)])
@@ -300,8 +538,20 @@ def test_soundfile_reads_it(tmp_path):
     assert (samples.dtype, samples.tolist(), rate) == (np.float32, [0, 0.5, -1], 8000)
     part, _ = load_audio(tmp_path / "a.wav", start=1, frames=1)
     assert part.tolist() == [0.5]
-    with pytest.raises(ValueError, match="start must be <= 3"):
+    with pytest.raises(ValueError, match=r"a\.wav: start must be <= 3"):
         load_audio(tmp_path / "a.wav", start=4)
+
+
+@pytest.mark.parametrize("subtype", ["GSM610", "IMA_ADPCM", "MS_ADPCM", "ULAW"])
+def test_compressed_sound_is_read_from_any_place(subtype):
+    soundfile = needs("soundfile")
+    file = io.BytesIO()
+    samples = np.sin(np.arange(8000) / 20)
+    soundfile.write(file, samples, 8000, format="WAV", subtype=subtype)
+    whole, _ = soundfile.read(io.BytesIO(file.getvalue()), dtype="float32")
+    assert np.array_equal(load_audio(file.getvalue())[0], whole)
+    part, _ = load_audio(file.getvalue(), start=1000, frames=500)
+    assert np.array_equal(part, whole[1000:1500])
 
 
 # --- arrays --------------------------------------------------------------------------------------
@@ -319,14 +569,15 @@ def test_an_array_and_a_dict_of_arrays_are_loaded(tmp_path):
 
 def test_pickled_objects_are_not_loaded(tmp_path):
     np.save(tmp_path / "a.npy", np.array([print], object), allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle"):
+    with pytest.raises(DataFileError, match="allow_pickle"):
         load_array(tmp_path / "a.npy")
 
 
 def test_a_broken_array_is_an_error(tmp_path):
     file = io.BytesIO()
     np.savez(file, x=PIXELS)
-    for name, data in (("a.npy", b""), ("b.npz", file.getvalue()[:100])):
-        (tmp_path / name).write_bytes(data)
-        with pytest.raises(Exception, match=r"No data left|not a zip file"):
+    data = {"a.npy": b"", "b.npz": file.getvalue()[:100], "c.npy": b"1 2 3\n"}
+    for name, written in data.items():
+        (tmp_path / name).write_bytes(written)
+        with pytest.raises(DataFileError, match=rf"{name}: .*(no \.npy or \.npz|not a zip) file"):
             load_array(tmp_path / name)
