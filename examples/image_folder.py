@@ -18,7 +18,7 @@ except ImportError as error:
     sys.exit(2)
 
 from enqueuer import OrderedEnqueuer
-from enqueuer.datasets.files import find_files, load_image
+from enqueuer.datasets.files import image_folder, load_image
 
 # Otherwise the broken file is logged.
 logging.getLogger("enqueuer").setLevel(logging.CRITICAL)
@@ -39,8 +39,8 @@ def write_images(folder):
     next(Path(folder).rglob(BROKEN)).write_bytes(b"no image")
 
 
-def load(path, task):
-    label = CLASSES.index(Path(path).parent.name)
+def load(file, task):
+    path, label = file
     pixels = load_image(path, size=(8, 8)).astype(np.float32) / 255 - 0.5
     # The generator belongs to this file and this epoch. Upside down, the class is the same.
     if task.rng.random() < 0.5:
@@ -50,11 +50,12 @@ def load(path, task):
 
 def main(folder):
     write_images(folder)
-    paths = find_files("**/*.png", root=folder)
+    files, classes = image_folder(folder)
+    assert classes == CLASSES
     weights, losses, seen = np.zeros(8 * 8 * 3), [], []
     options = {"workers": 2, "backend": "process", "random_seed": 7}
     with OrderedEnqueuer(
-        paths, load, shuffle=True, batch_size=8, on_error="skip", max_errors=100, **options
+        files, load, shuffle=True, batch_size=8, on_error="skip", max_errors=100, **options
     ) as enqueuer:
         for _ in range(EPOCHS):
             for images, labels, names in enqueuer:
@@ -68,7 +69,7 @@ def main(folder):
         print(f"{enqueuer.error_count} times a file was left out, in {EPOCHS} epochs")
         assert enqueuer.error_count == EPOCHS
     assert losses[-1] < losses[0] / 2
-    assert sorted(seen) == sorted([path for path in paths if BROKEN not in path] * EPOCHS)
+    assert sorted(seen) == sorted([path for path, _ in files if BROKEN not in path] * EPOCHS)
 
 
 with tempfile.TemporaryDirectory() as directory:

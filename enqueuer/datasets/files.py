@@ -1,7 +1,8 @@
 """Files as elements: lists of them, and functions that load one, for `map`.
 
     find_files:  paths that match patterns
-    read_list:   paths and labels of a text file
+    image_folder, read_list: pairs of a path and a label, of folders, of a CSV or text file
+    split:       pairs -> those for training, those for validation
     load_image:  header -> the box to load -> decoded at a reduced scale -> resized -> turned
     load_audio:  the wanted frames of a WAV file; others by soundfile; at another rate by soxr
     load_array:  the files of numpy
@@ -12,14 +13,15 @@ Only Pillow decodes images, so that the pixels do not depend on other packages t
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import io
 import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO, Literal, TextIO, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +29,17 @@ import numpy.typing as npt
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
 from enqueuer.errors import DataFileError, FrameworkUnavailable
+from enqueuer.workers.tasks import permutation
 
 __all__ = [
     "find_files",
+    "image_folder",
     "load_array",
     "load_audio",
     "load_image",
     "random_crop",
     "read_list",
+    "split",
 ]
 
 
@@ -58,7 +63,7 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
             returned begins with it.
 
     Raises:
-        FileNotFoundError: A pattern matches no file.
+        FileNotFoundError: No pattern matches a file.
 
     Example:
         >>> import os, pathlib, tempfile
@@ -75,11 +80,11 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
     for pattern in patterns:
         names = _matches(os.fspath(root or ""), os.fspath(pattern))
         paths = [os.path.join(root or "", _tidied(name)) for name in names]
-        files = [path for path in paths if os.path.isfile(path)]
-        if not files:
-            where = os.getcwd() if root is None else os.fspath(root)
-            raise FileNotFoundError(f"no file matches {os.fspath(pattern)!r} in {where!r}")
-        found.update(files)
+        found.update(path for path in paths if os.path.isfile(path))
+    if not found:
+        where = os.getcwd() if root is None else os.fspath(root)
+        wanted = " or ".join(repr(os.fspath(pattern)) for pattern in patterns)
+        raise FileNotFoundError(f"no file matches {wanted} in {where!r}")
     return sorted(found)
 
 
@@ -117,24 +122,136 @@ def _tidied(name: str) -> str:
     return os.path.normpath(name)
 
 
-def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[tuple[str, Any]]:
-    r"""Read a text list with a path, or a path and a label, on each line.
+_IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
-    Fields are separated by blanks or tabs. A field that contains some, or begins with `#` or a
-    quote, needs single or double quotes; within double quotes, `\"` and `\\` stand for a quote
-    and a backslash. A `#` at the beginning of a field begins a comment. Empty lines are left out,
-    and repeated lines are kept.
+
+def image_folder(root: Path, *endings: str) -> tuple[list[tuple[str, int]], list[str]]:
+    """Return the images in a folder that has a folder for each class, and the names of classes.
+
+    As `ImageFolder` of torchvision does it: the classes are sorted and numbered from 0, and the
+    images of a class may lie in folders of their own. What begins with a dot is left out.
+
+    Args:
+        root: Path of the folder.
+        endings: Endings of the files, in any case; by default those of torchvision.
+
+    Returns:
+        Pairs of a path and the number of its class, sorted; and the names of the classes.
+
+    Raises:
+        FileNotFoundError: There is no class, or one without an image.
+
+    Example:
+        >>> import os, pathlib, tempfile
+        >>> from enqueuer.datasets.files import image_folder
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("dog/b.JPG", "cat/c.png", "cat/a.jpg", "cat/notes.txt"):
+        ...         path = pathlib.Path(folder, name)
+        ...         path.parent.mkdir(exist_ok=True); path.touch()
+        ...     files, classes = image_folder(folder)
+        ...     classes, [(os.path.basename(path), label) for path, label in files]
+        (['cat', 'dog'], [('a.jpg', 0), ('c.png', 0), ('b.JPG', 1)])
+    """
+    with os.scandir(root) as entries:
+        classes = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+    if not classes:
+        raise FileNotFoundError(f"{os.fspath(root)!r} has no folders, and each class is one")
+    ends, found = tuple(ending.lower() for ending in endings or _IMAGES), []
+    for number, name in enumerate(classes):
+        files = find_files(os.path.join(glob.escape(name), "**"), root=root)
+        images = [(path, number) for path in files if path.lower().endswith(ends)]
+        if not images:
+            raise FileNotFoundError(
+                f"class {name!r} in {os.fspath(root)!r} has no file with one of {ends}"
+            )
+        found += images
+    return found, classes
+
+
+Pair = TypeVar("Pair")
+
+
+def split(
+    pairs: Sequence[Pair],
+    *,
+    validation: float = 0.1,
+    random_seed: int = 0,
+    balanced: bool = True,
+) -> tuple[list[Pair], list[Pair]]:
+    """Divide a list at random into two, for training and for validation.
+
+    Both keep the order of the list. The same list and seed give the same parts on every machine.
+
+    Args:
+        pairs: What is divided, such as pairs of a path and a label.
+        validation: Share of the second part; 0.1 by default.
+        random_seed: Seed of the choice; 0 by default.
+        balanced: Whether each label has this share, up to one pair. The label of a pair is its
+            last element.
+
+    Raises:
+        TypeError: `balanced` is True, and there are no pairs, or labels that cannot be compared.
+        ValueError: A part would have nothing.
+
+    Example:
+        >>> from enqueuer.datasets.files import split
+        >>> pairs = [(f"{number}.png", "odd" if number % 2 else "even") for number in range(8)]
+        >>> train, check = split(pairs, validation=0.25)
+        >>> len(train), sorted(label for _, label in check)
+        (6, ['even', 'odd'])
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        if balanced and not (isinstance(pair, (tuple, list)) and pair):
+            raise TypeError(f"balanced=True needs pairs with a label, got {pair!r}")
+        groups.setdefault(pair[-1] if balanced else None, []).append(index)  # type: ignore[index]
+    chosen: set[int] = set()
+    seen = 0
+    for number, group in enumerate(groups.values()):
+        # The rounding of one label is made good by the next one.
+        seen += len(group)
+        count = min(len(group), max(0, round(validation * seen) - len(chosen)))
+        chosen.update(group[at] for at in permutation(len(group), random_seed, number)[:count])
+    if not 0 < len(chosen) < len(pairs):
+        raise ValueError(
+            f"validation={validation} of {len(pairs)} pairs are {len(chosen)}, and each part "
+            "must have one at least"
+        )
+    parts: tuple[list[Pair], list[Pair]] = [], []
+    for index, pair in enumerate(pairs):
+        parts[index in chosen].append(pair)
+    return parts
+
+
+def read_list(
+    path: Path,
+    label: Callable[[str], Any] | None = None,
+    *,
+    columns: tuple[str, str] | None = None,
+) -> list[tuple[str, Any]]:
+    r"""Read a list of paths and labels: a CSV or TSV file with a header, or a text file.
+
+    A list that ends with `.csv` or `.tsv` is read by the csv module; commas, semicolons or tabs
+    separate its columns. Other lists have a path, or a path and a label, on each line.
+
+    Fields of a text file are separated by blanks or tabs. A field that contains some, or begins
+    with `#` or a quote, needs single or double quotes; within double quotes, `\"` and `\\` stand
+    for a quote and a backslash. A `#` at the beginning of a field begins a comment. Empty lines
+    are left out, and repeated lines are kept.
 
     Args:
         path: Path of the list, in UTF-8. The paths in it are relative to its folder.
         label: Function that makes a label of its text. By default labels are ints if all in the
             list are written as ints, otherwise strings.
+        columns: Names of the columns with paths and labels in a CSV or TSV file; by default it
+            has these two alone, or one with paths.
 
     Returns:
         Paths and labels in the order of the list; the label of a line without one is None.
 
     Raises:
-        ValueError: A line is malformed; the message has the list, the line and the reason.
+        ValueError: A line is malformed, or the columns are not clear; the message has the list,
+            the line and the reason.
 
     Example:
         >>> import os, pathlib, tempfile
@@ -145,26 +262,77 @@ def read_list(path: Path, label: Callable[[str], Any] | None = None) -> list[tup
         ...     [(os.path.basename(path), label) for path, label in read_list(train)]
         [('a.png', 3), ('c d.png', 0)]
     """
-    folder = os.path.dirname(os.fspath(path))
-    # Path, label, and place in the list.
-    rows: list[tuple[str, str | None, str]] = []
+    name = os.fspath(path)
     # File names need not be UTF-8: Python decodes those of the system in the same way.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
-            where = f"{os.fspath(path)}, line {number}"
-            fields = _fields(line.rstrip("\n"), where)
-            if len(fields) > 2:
-                raise ValueError(
-                    f"{where}: {len(fields)} fields, but a line is a path and a label; "
-                    f"quote a field that contains blanks: {line.rstrip()!r}"
-                )
-            if fields:
-                own = fields[1] if len(fields) == 2 else None
-                rows.append((os.path.join(folder, fields[0]), own, where))
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        if name.lower().endswith((".csv", ".tsv")):
+            rows = list(_table(file, name, columns))
+        elif columns is not None:
+            raise ValueError(f"{name}: columns are those of a .csv or .tsv file")
+        else:
+            rows = list(_lines(file, name))
     if label is None:
         are_ints = all(_INT.fullmatch(own) for _, own, _ in rows if own is not None)
         label = int if are_ints else str
-    return [(name, _label(label, own, where)) for name, own, where in rows]
+    folder = os.path.dirname(name)
+    return [(os.path.join(folder, file), _label(label, own, where)) for file, own, where in rows]
+
+
+# A path, the text of its label, and the place in the list.
+_Row = tuple[str, str | None, str]
+
+
+def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator[_Row]:
+    """Yield the rows of a CSV or TSV file."""
+    first = file.readline()
+    file.seek(0)
+    rows = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+    try:
+        header = [field.strip() for field in next(rows, [])]
+        wanted = header if columns is None else list(columns)
+        if not 0 < len(wanted) <= 2 or not set(wanted) <= set(header):
+            raise ValueError(
+                f"{name}, line 1: give columns=(of paths, of labels); the header has {header}"
+            )
+        if _exists(name, header[0]):
+            raise ValueError(f"{name}, line 1: it must be a header, and {header[0]!r} is a file")
+        places = [header.index(column) for column in wanted]
+        for row in rows:
+            where = f"{name}, line {rows.line_num}"
+            if row and len(row) != len(header):
+                raise ValueError(f"{where}: {len(row)} fields, and {len(header)} in the header")
+            fields = [row[place] for place in places] if row else []
+            if fields and not fields[0]:
+                raise ValueError(f"{where}: the path is empty")
+            if fields:
+                yield fields[0], fields[1] if len(fields) == 2 else None, where
+    except csv.Error as error:
+        raise ValueError(f"{name}, line {rows.line_num}: {error}") from error
+
+
+def _lines(file: TextIO, name: str) -> Iterator[_Row]:
+    """Yield the rows of a text file."""
+    for number, line in enumerate(file, 1):
+        where = f"{name}, line {number}"
+        fields = _fields(line.rstrip("\r\n"), where)
+        if len(fields) > 2:
+            raise ValueError(
+                f"{where}: {len(fields)} fields, but a line is a path and a label; "
+                f"quote a field that contains blanks: {line.rstrip()!r}"
+            )
+        is_alone = len(fields) == 1
+        if is_alone and "," in fields[0] and not _exists(name, fields[0]):
+            raise ValueError(
+                f"{where}: there is no file {fields[0]!r}; a list with commas has a header, and "
+                "a name that ends with .csv"
+            )
+        if fields:
+            yield fields[0], None if is_alone else fields[1], where
+
+
+def _exists(name: str, path: str) -> bool:
+    """Return whether a path of a list is a file."""
+    return os.path.isfile(os.path.join(os.path.dirname(name), path))
 
 
 # 007 is a string: as an int it would be the same as 7.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enqueuer import DataFileError, FrameworkUnavailable, OrderedEnqueuer
-from enqueuer.datasets.files import find_files, load_array, read_list
+from enqueuer.datasets.files import find_files, image_folder, load_array, read_list, split
 
 TEXT = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\r\n\0"), min_size=1, max_size=8
@@ -96,6 +96,80 @@ def test_a_mark_of_utf8_and_names_that_are_not_utf8_are_read(tmp_path):
     assert Path(second[0]).read_bytes() == b"it"
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_table_has_a_header(tmp_path, separator):
+    path = tmp_path / "Train.CSV"
+    path.write_text('\ufeffid,file,label\n0,"a, b.png",3\n\n1,c.png,5\n'.replace(",", separator))
+    found = read_list(path, columns=("file", "label"))
+    first = "a, b.png".replace(",", separator)
+    assert found == [(str(tmp_path / first), 3), (str(tmp_path / "c.png"), 5)]
+    path.write_text("file\na.png\n")
+    assert read_list(path) == [(str(tmp_path / "a.png"), None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "columns", "says"),
+    [
+        ("a.csv", "id,file,label\n0,a,1\n", None, r"line 1: give columns=.*'id', 'file', 'label'"),
+        ("a.csv", "file,label\na,1\n", ("file", "class"), "line 1: give columns="),
+        ("a.csv", "", None, "line 1: give columns="),
+        ("a.csv", "a.png,3\nb.png,5\n", None, "line 1: it must be a header, and 'a.png' is a file"),
+        ("a.tsv", "file\tlabel\na\n", None, "line 2: 1 fields, and 2 in the header"),
+        ("a.csv", "file,label\n,3\n", None, "line 2: the path is empty"),
+        ("a.csv", 'file,label\n"a,3\n', None, r"line 2: unexpected end of data"),
+        ("a.csv", "file,label\na,x\n", None, "line 2: the label 'x' is wrong"),
+        ("a.txt", "a.png,3\n", None, r"line 1: there is no file 'a\.png,3'; a list with commas"),
+        ("a.txt", "a.png 3\n", ("file", "label"), r"columns are those of a \.csv"),
+    ],
+)
+def test_a_table_that_is_not_clear_is_refused(tmp_path, name, text, columns, says):
+    (tmp_path / "a.png").touch()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        read_list(tmp_path / name, label=int, columns=columns)
+
+
+def test_a_path_with_a_comma_is_a_path(tmp_path):
+    (tmp_path / "a,b.png").touch()
+    assert listed(tmp_path, "a,b.png\nc,d.png 3") == [("a,b.png", None), ("c,d.png", 3)]
+
+
+# --- divided -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_list_is_divided_in_its_order_with_the_share_of_each_label(share, balanced):
+    pairs = [(number, min(number % 7, 3)) for number in range(700)]
+    train, check = split(pairs, validation=share, random_seed=3, balanced=balanced)
+    assert sorted(train + check) == pairs
+    assert (train, check) == (sorted(train), sorted(check))
+    assert len(check) == 700 * share
+    if balanced:
+        counts = np.bincount([label for _, label in check])
+        assert abs(counts - share * np.array([100, 100, 100, 400])).max() <= 1
+    assert split(pairs, validation=share, random_seed=3, balanced=balanced) == (train, check)
+    assert split(pairs, validation=share, random_seed=4, balanced=balanced)[1] != check
+
+
+def test_many_small_classes_have_the_share_together():
+    train, check = split([(number, number) for number in range(100)], validation=0.1)
+    assert (len(train), len(check)) == (90, 10)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "options", "error", "says"),
+    [
+        ([("a", 1)] * 3, {}, ValueError, r"validation=0\.1 of 3 pairs are 0"),
+        ([("a", 1)] * 3, {"validation": 1.5}, ValueError, "of 3 pairs are 3"),
+        (["a", "b"], {}, TypeError, "needs pairs with a label, got 'a'"),
+    ],
+)
+def test_a_list_that_cannot_be_divided_is_refused(pairs, options, error, says):
+    with pytest.raises(error, match=says):
+        split(pairs, **options)
+
+
 # --- found ---------------------------------------------------------------------------------------
 
 
@@ -169,14 +243,33 @@ def test_two_stars_are_any_number_of_folders(tree, monkeypatch, pattern, names):
 
 
 @pytest.mark.parametrize("pattern", ["*.gif", "folder.*", "lost.png"])
-def test_a_pattern_that_matches_no_file_is_an_error(tree, pattern):
-    with pytest.raises(FileNotFoundError, match=r"no file matches .* in .*"):
-        find_files("*.png", pattern, root=tree)
+def test_patterns_that_match_no_file_are_an_error(tree, pattern):
+    with pytest.raises(FileNotFoundError, match=r"no file matches '\*\.bmp' or .* in .*"):
+        find_files("*.bmp", pattern, root=tree)
+    assert find_files("*.png", pattern, root=tree) == [str(tree / "0.png")]
 
 
 def test_no_pattern_is_an_error():
     with pytest.raises(TypeError, match="needs a pattern"):
         find_files()
+
+
+def test_each_folder_is_a_class(tmp_path):
+    for name in ("b/1.PNG", "b/c/0.jpeg", "a [x]/2.png", "a [x]/._2.png", ".d/3.png", "0.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "round").symlink_to(tmp_path)
+    files, classes = image_folder(tmp_path)
+    assert classes == ["a [x]", "b"]
+    expected = [("a [x]/2.png", 0), ("b/1.PNG", 1), ("b/c/0.jpeg", 1)]
+    assert files[:3] == [(str(tmp_path / name), label) for name, label in expected]
+    with pytest.raises(FileNotFoundError, match=r"class 'a \[x\]' in .* has no file with one of"):
+        image_folder(tmp_path, ".jpeg")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(FileNotFoundError, match="no file matches 'c/"):
+        image_folder(tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no folders"):
+        image_folder(tmp_path / "c")
 
 
 # --- loading ---
