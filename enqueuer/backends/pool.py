@@ -75,6 +75,7 @@ class Death(NamedTuple):
         error: Exception that ended its loop, if it is known; then it is not replaced.
         late: Failures of what ran for longer than `element_timeout`, by their places, for which the
             worker was killed.
+        running: See `Failure`.
     """
 
     how: str
@@ -83,6 +84,7 @@ class Death(NamedTuple):
     counts: bool = True
     error: BaseException | None = None
     late: tuple[Failure, ...] = ()
+    running: tuple[tuple[int, int], ...] = ()
 
 
 Stack = Sequence[traceback.FrameSummary]

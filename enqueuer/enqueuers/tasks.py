@@ -362,7 +362,16 @@ class TaskEpoch(EpochWork):
 
     def with_error(self, failure: Failure) -> Failure:
         unread = self._unread
-        return failure if unread is None or unread.number != failure.number else unread
+        if unread is not None and unread.number == failure.number:
+            return unread
+        error, source = failure.error, self._source
+        is_known = failure.running or (source.batch_size is None and source.path_of(failure.shard))
+        if not (is_known and isinstance(error, WorkerDied)):
+            return failure
+        # In the message as well, as Python 3.10 shows no notes.
+        died = WorkerDied(f"{error} It ran {self._what(failure)}.", error.worker, error.exitcode)
+        died.__cause__ = error.__cause__
+        return dataclasses.replace(failure, error=died)
 
     def where(self, failure: Failure) -> str:
         epoch, number = self.order.place_of(failure.number)
@@ -371,16 +380,22 @@ class TaskEpoch(EpochWork):
         task = f"task {number}" if epoch == self._epoch else f"task {number} of epoch {epoch}"
         if failure.shard < 0:
             return f"while the elements of {task} were read"
+        return f"in {failure.worker}, {task}, {self._what(failure)}"
+
+    def _what(self, failure: Failure) -> str:
+        """Return the element at which a task failed, or those at one of which it did."""
         indices: Sequence[int] = [failure.shard]
-        ticket = self.ticket(failure.number - self.order.first)
-        # The worker may have died at any of the elements.
-        if isinstance(failure.error, WorkerDied) and ticket is not None:
-            indices = ticket.indices
+        tickets = _tasks_of(self._run.backend).results.tickets
+        if isinstance(failure.error, WorkerDied) and failure.number in tickets:
+            run = [tickets[n].indices[at] for at, n in failure.running if at >= 0 and n in tickets]
+            # The worker may have died at any of the elements.
+            indices = run or tickets[failure.number].indices
+        paths = self._source.path_of
         if len(indices) == 1:
-            what = f"element {indices[0]}{self._source.path_of(indices[0])}"
-        else:
-            what = f"one of the elements {[*indices]}"
-        return f"in {failure.worker}, {task}, {what}"
+            return f"element {indices[0]}{paths(indices[0])}"
+        if failure.running:
+            return f"one of the elements {', '.join(f'{i}{paths(i)}' for i in indices)}"
+        return f"one of the elements {[*indices]}"
 
     def origin_of(self, failure: Failure) -> Origin:
         epoch, number = self.order.place_of(failure.number)

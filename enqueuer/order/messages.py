@@ -50,7 +50,8 @@ class Failure:
     If `skipped`, the worker goes on, by the enqueuer's `on_error`; otherwise nothing more comes
     from its shards in this epoch. `worker` is the name of the worker, once it is known. For a task,
     `shard` is the place of the element in its ticket, and in the reorder buffer its index; there,
-    `nth` says which failure of its task it is, from 1.
+    `nth` says which failure of its task it is, from 1. If a worker died, `running` are the elements
+    that it ran, as far as they are known: their places, and the numbers of their tasks.
     """
 
     shard: int
@@ -59,6 +60,7 @@ class Failure:
     skipped: bool = False
     worker: str = ""
     nth: int = 0
+    running: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -39,6 +39,7 @@ class Watch:
     Args:
         new: Function that returns, for each thread, one that writes its record: when it began what
             it runs, 0 if it runs nothing, the place, and the number.
+        has_limit: Whether what runs has a time limit.
 
     Example:
         >>> record = []
@@ -47,23 +48,37 @@ class Watch:
         ((1, 7), (0, 1, 7))
     """
 
-    def __init__(self, new: Callable[[], Callable[[int, int, int], None]]) -> None:
+    def __init__(
+        self, new: Callable[[], Callable[[int, int, int], None]], has_limit: bool = True
+    ) -> None:
         self._new = new
+        self.has_limit = has_limit
         self._own = threading.local()
 
     def run(self, place: int, number: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the user; `place` may be the index of a shard."""
-        own = self._own
-        try:
-            write = own.write
-        except AttributeError:
-            write = own.write = self._new()
-        own.what = place, number
+        write = self._writer()
+        self._own.what = place, number
         write(clock(), place, number)
         try:
             return function(*args)
         finally:
             write(0, place, number)
+
+    def noted(self, number: int, elements: Iterable[Any]) -> Iterator[Any]:
+        """Yield the elements of a task, each of which runs until the next one is asked for."""
+        write = self._writer()
+        for place, element in enumerate(elements):
+            write(1, place, number)
+            yield element
+
+    def _writer(self) -> Callable[[int, int, int], None]:
+        own = self._own
+        try:
+            return own.write  # type: ignore[no-any-return]
+        except AttributeError:
+            own.write = self._new()
+            return own.write  # type: ignore[no-any-return]
 
     def pause(self) -> Callable[[], None]:
         """Let no time count for what this thread runs until the returned function is called."""
@@ -128,7 +143,7 @@ class Plan:
         count: Number of all shards.
         random_seed: Seed of the enqueuer.
         on_error: Handling of an exception of the source.
-        watch: Record of what runs, for `element_timeout`; None: there is no limit.
+        watch: Record of what runs; None: nobody asks for it.
     """
 
     source: Source | TaskSource

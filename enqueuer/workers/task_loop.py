@@ -121,9 +121,11 @@ class TaskWork:
         failures: list[Raised] = []
         elements, failed_fetch = self.fetched(ticket)
         # With a time limit each element is called for by itself.
-        if failed_fetch is None and self._watch is None:
+        watch = self._watch
+        if failed_fetch is None and (watch is None or not watch.has_limit):
+            note = None if watch is None else functools.partial(watch.noted, ticket.number)
             try:
-                made = iter(self.source.results_of(ticket, elements))
+                made = iter(self.source.results_of(ticket, elements, note))
                 results.extend(islice(made, 1))
                 seen = self.watch.look(results[0]) if results else None
                 results.extend(made)

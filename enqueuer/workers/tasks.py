@@ -232,9 +232,15 @@ class TaskSource:
             )
         return elements
 
+    @property
+    def is_of_files(self) -> bool:
+        """Whether its elements are paths, and a worker has several at once."""
+        has_many = self.has_threads or (self.batch_size or 1) > 1
+        return has_many and bool(self.path_of(0))
+
     def path_of(self, index: int) -> str:
         """Return the path that an element of a list is, or begins with, for an error; or ""."""
-        if type(self.items) not in (list, tuple) or index >= len(self.items):
+        if type(self.items) not in (list, tuple, PackedList) or index >= len(self.items):
             return ""
         element = self.items[index]
         path = element[0] if isinstance(element, (tuple, list)) and element else element
@@ -266,12 +272,18 @@ class TaskSource:
             result = self.map(element)
         return result_of(result) if self.is_async else result
 
-    def results_of(self, ticket: Ticket, elements: Iterable[Any]) -> Iterable[Any]:
+    def results_of(
+        self,
+        ticket: Ticket,
+        elements: Iterable[Any],
+        note: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
+    ) -> Iterable[Any]:
         """Return an iterator of the results of a ticket.
 
         Args:
             ticket: The ticket.
             elements: What `elements_of` returned.
+            note: Function that records which element runs, if that is to be known.
         """
         epoch = ticket.epoch
         if next(iter(elements)) is FETCH:
@@ -279,6 +291,8 @@ class TaskSource:
                 self.begin(epoch)
             items = self.items.iloc if self.has_labels else self.items
             elements = map(operator.getitem, repeat(items), ticket.indices)
+        if note is not None:
+            elements = note(elements)
         if self.map is None:
             return elements
         given: list[Iterable[Any]] = [elements]

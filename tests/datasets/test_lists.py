@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enqueuer import DataFileError, FrameworkUnavailable, OrderedEnqueuer
+from enqueuer import (
+    DataFileError,
+    FrameworkUnavailable,
+    OrderedEnqueuer,
+    Processes,
+    WorkerDied,
+)
 from enqueuer.datasets.files import find_files, image_folder, load_array, read_list, split
 
 TEXT = st.text(
@@ -303,6 +311,41 @@ def test_an_error_names_the_file(kind, of, backend, tmp_path, caplog):
         assert [len(batch) for batch in enqueuer] == [1]
         assert [text for _, text in enqueuer.skipped] == [repr(caught.value)]
     assert f"task 0, element 1 ({paths[1]!r}): {caught.value!r}" in caplog.text
+
+
+def killed_at_137(path):
+    if path.endswith("137.bin"):
+        # While other threads load others.
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.001)
+    return len(path)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": 64},
+        {"batch_size": 64, "max_restarts": 1},
+        {"batch_size": 64, "element_timeout": 60},
+        {"batch_size": 64, "concurrency": 2},
+        {"concurrency": 2},
+    ],
+    ids=str,
+)
+def test_a_worker_that_dies_names_the_file(start_method, options):
+    paths = [f"/data/{number:03}.bin" for number in range(256)]
+    backend = Processes(start_method=start_method)
+    with OrderedEnqueuer(paths, killed_at_137, workers=2, backend=backend, **options) as enqueuer:
+        with pytest.raises(WorkerDied) as caught:
+            list(enqueuer)
+    of_several = r"one of the elements .*" if "concurrency" in options else "element "
+    says = rf"It ran ({of_several}|element )137 \('/data/137\.bin'\)"
+    assert re.search(says, str(caught.value))
+    assert "137.bin" in caught.value.__notes__[-1]
+    assert str(caught.value).count(".bin") <= 2
 
 
 def test_a_long_text_is_named_in_short():

@@ -410,7 +410,9 @@ def _work(
         channel.meter.begin(used.cpu_s or 0.0, used.cpu_wait_s or 0.0)
         if source.has_threads:
             sender = SharedSender(channel)
-        watch = Watch(ends.status.watches.new) if config.is_watched else None
+        # Of files, so that the one at which it dies can be named.
+        is_watched = config.is_watched or (isinstance(source, TaskSource) and source.is_of_files)
+        watch = Watch(ends.status.watches.new, config.is_watched) if is_watched else None
         config.worker.serve(start.worker, start.shards, source, on_error, sender, watch)
     if os.getpid() != pid:
         # the generator forked, and the copy came out of its loop as if it were the worker

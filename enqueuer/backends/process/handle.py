@@ -256,7 +256,9 @@ class ProcessWorker:
             self.exitcode, "Look for os._exit or a crash in the libraries that the generator uses."
         )
         message = f"{self} {how}; what it had sent was delivered. {advice}"
-        return Death(how, message, self.exitcode)
+        watches = self.inbox.status.watches.read()
+        running = tuple((place, number) for began, place, number in watches if began)
+        return Death(how, message, self.exitcode, running=running)
 
     def runs(self) -> dict[int, int]:
         """Return when what it runs now has begun, by its thread; see `Watch`."""
