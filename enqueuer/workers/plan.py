@@ -143,7 +143,7 @@ class Plan:
         count: Number of all shards.
         random_seed: Seed of the enqueuer.
         on_error: Handling of an exception of the source.
-        watch: Record of what runs; None: nobody asks for it.
+        watch: Record of what runs; None: it is not needed.
     """
 
     source: Source | TaskSource

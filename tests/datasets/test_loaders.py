@@ -550,6 +550,8 @@ def test_compressed_sound_is_read_from_any_place(subtype):
     soundfile.write(file, samples, 8000, format="WAV", subtype=subtype)
     whole, _ = soundfile.read(io.BytesIO(file.getvalue()), dtype="float32")
     assert np.array_equal(load_audio(file.getvalue())[0], whole)
+    with pytest.raises(DataFileError, match=r"<1600 bytes>: the file is truncated"):
+        load_audio(file.getvalue()[:1600])
     part, _ = load_audio(file.getvalue(), start=1000, frames=500)
     assert np.array_equal(part, whole[1000:1500])
 

@@ -1,0 +1,543 @@
+"""Loaders of a file, for `map`: of an image, a sound, an array. `files` has their public names.
+
+    load_image:  header -> the box to load -> decoded at a reduced scale -> resized -> turned
+    load_audio:  the wanted frames of a WAV file; others by soundfile; at another rate by soxr
+    load_array:  the files of numpy
+
+Only Pillow decodes images, so that the pixels do not depend on other packages that are installed.
+A file is a path, bytes or a file object; what a decoder raises becomes an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from enqueuer.common import checks
+from enqueuer.common.extras import framework
+from enqueuer.errors import DataFileError, FrameworkUnavailable
+
+Path = str | os.PathLike[str]
+File = Path | BinaryIO | npt.ArrayLike | bytes | bytearray | memoryview
+"""A path, the bytes of a file (also as an array), or a file object, which is read from its place
+on."""
+
+
+class _Input(contextlib.AbstractContextManager[Any]):
+    """A file for a decoder; what is raised within names it.
+
+    Attributes:
+        name: Its path, or what else tells it from others.
+        is_path: Whether it is a file on disk.
+    """
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self.is_path = isinstance(file, (str, os.PathLike))
+        if self.is_path:
+            self.name = os.fsdecode(file)  # type: ignore[arg-type]
+        elif hasattr(file, "read"):
+            self.name = str(getattr(file, "name", None) or file)
+        else:
+            self.name = f"<{memoryview(file).nbytes} bytes>"  # type: ignore[arg-type]
+
+    def opened(self) -> BinaryIO:
+        """Return a file object that can seek. Called within the `with`."""
+        if self.is_path:
+            return open(self.name, "rb")
+        read = getattr(self._file, "read", None)
+        # What a tar file, a zip file or an object store opens need not be able to seek.
+        return io.BytesIO(self._file if read is None else read())  # type: ignore[arg-type]
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, MemoryError):
+            raise MemoryError(f"{self.name}: {error}") from error
+        if not isinstance(error, Exception) or isinstance(error, FrameworkUnavailable):
+            return
+        text = str(error).strip() or type(error).__name__
+        if isinstance(error, OSError) and error.filename and self.name in text:
+            return
+        text = text if self.name in text else f"{self.name}: {text}"
+        raise DataFileError(text, self.name if self.is_path else "") from error
+
+
+Box = tuple[int, int, int, int]
+"""A part of an image: top, left, height and width in pixels."""
+
+_ORIENTATION = 0x0112
+# What Pillow has to do with the pixels of a file, by the orientation in its EXIF data.
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+# Orientations that exchange rows and columns, and those whose columns or rows begin at the end.
+_EXCHANGED = (5, 6, 7, 8)
+_FROM_RIGHT = (2, 3, 7, 8)
+_FROM_BOTTOM = (3, 4, 6, 7)
+# Attempts to find a random box that fits into the image.
+_ATTEMPTS = 10
+# What Pillow calls the modes, each with the type of its pixels.
+_MODES = {"RGB": "u1", "BGR": "u1", "L": "u1", "I;16": "u2", "F": "f4"}
+# Tags of TIFF: bits of a sample, and 0 if the least value is white.
+_BITS, _WHITE_IS = 258, 262
+
+
+def load_image(
+    file: File,
+    *,
+    mode: Literal["RGB", "BGR", "L", "I;16", "F"] = "RGB",
+    size: int | tuple[int, int] | None = None,
+    crop: Box | Callable[[int, int], Box] | None = None,
+) -> npt.NDArray[Any]:
+    """Load an image with Pillow, turned as its EXIF data say.
+
+    With `size`, a JPEG file is decoded at a half, a quarter or an eighth of its size if that is
+    still large enough, which takes much less time. Set options by `functools.partial`:
+    `partial(load_image, size=224)`. Transparency is dropped, and only the first image of a file
+    is loaded. Grey of more than 8 bits is scaled to 8 by the bits that the file declares, so it
+    is dark if the values use fewer of them.
+
+    Args:
+        file: Path of a file in any format that Pillow reads, its bytes, or a file object.
+        mode: `"RGB"`, the default; `"BGR"`, the order of OpenCV; `"L"`, grey; or for grey images
+            the values in the file, `"I;16"` as uint16 and `"F"` as float32.
+        size: New size: `(height, width)` in pixels, as in the array's shape, or one number for
+            both. The aspect ratio is not kept. None, the default, keeps the size.
+        crop: Part of the image that is returned, in its original pixels: `(top, left, height,
+            width)`; or a function that is called with the height and the width of the image and
+            returns that, such as `random_crop(task.rng)`. None, the default: all of it. If it
+            is resized, the pixels at its border are mixed with those around it.
+
+    Returns:
+        An array of shape `(height, width, 3)`, or `(height, width)` for grey; uint8, if `mode`
+        does not say otherwise.
+
+    Raises:
+        OSError: The file is missing; or it is truncated, no image, or has no pixels of this mode,
+            a `DataFileError` that names it.
+        ValueError: `mode` or `size` is wrong, or `crop` is not within the image.
+        FrameworkUnavailable: Pillow is not installed.
+
+    Example:
+        >>> import io
+        >>> from enqueuer.datasets.files import load_image
+        >>> load_image(b"P5 2 1 255 Az", mode="L")
+        array([[ 65, 122]], dtype=uint8)
+    """
+    if mode not in _MODES:
+        *names, last = map(repr, _MODES)
+        raise ValueError(f"mode must be {', '.join(names)} or {last}, got {mode!r}")
+    framework("Pillow", "images", "9.2", module="PIL", user="load_image")
+    from PIL import Image
+
+    source = _Input(file)
+    with contextlib.ExitStack() as stack:
+        with source:
+            image: Any = stack.enter_context(Image.open(stack.enter_context(source.opened())))
+            scale = _scale_of(image)
+            if image.format not in ("JPEG", "MPO"):
+                # Some formats have their size and orientation only then, or turn the pixels.
+                image.load()
+            turn = image.getexif().get(_ORIENTATION, 1)
+        width, height = image.size[::-1] if turn in _EXCHANGED else image.size
+        part = _box(crop, height, width, source.name)
+        target = _target(size, part[2:])
+        box = _in_file(part, turn, *image.size)
+        with source:
+            reduced = _reduce(image, min(part[2] / target[0], part[3] / target[1]))
+            image = _converted(image, mode, *scale)
+            if crop is not None or target != part[2:]:
+                # Before it is turned: the rest of an odd size is at the end of the file's rows.
+                shape = target if turn in _EXCHANGED else target[::-1]
+                box = [place / reduced for place in box]
+                image = image.resize(shape, Image.Resampling.BILINEAR, box=box)
+            if turn in _TURNS:
+                image = image.transpose(Image.Transpose[_TURNS[turn]])
+            pixels = np.asarray(image)
+    if mode == "I;16":
+        pixels = np.rint(pixels)
+    return np.array(pixels[..., ::-1] if mode == "BGR" else pixels, _MODES[mode])
+
+
+def _in_file(part: Box, turn: int, width: int, height: int) -> list[float]:
+    """Return the first and the last column and row, in the file, of a part of its turned image."""
+    top, left, high, wide = part
+    columns, rows = (left, left + wide), (top, top + high)
+    if turn in _EXCHANGED:
+        columns, rows = rows, columns
+    if turn in _FROM_RIGHT:
+        columns = width - columns[1], width - columns[0]
+    if turn in _FROM_BOTTOM:
+        rows = height - rows[1], height - rows[0]
+    return [columns[0], rows[0], columns[1], rows[1]]
+
+
+def _scale_of(image: Any) -> tuple[int, int, bool]:
+    """Return the white of a file, that of Pillow's pixels, and whether 0 is white, of 16 bits.
+
+    Args:
+        image: Image of which only the header was read.
+    """
+    if image.format == "TIFF":
+        white = 2 ** image.tag_v2.get(_BITS, (16,))[0] - 1
+        return white, white, image.tag_v2.get(_WHITE_IS) == 0
+    white = 2**16 - 1
+    if image.format == "PPM" and image.tile and image.tile[0][0] != "raw":
+        white = image.tile[0][3][1]
+    if image.format == "JPEG2000":
+        at = image.fp.tell()
+        image.fp.seek(0)
+        data = image.fp.read()
+        image.fp.seek(at)
+        # The markers of the codestream and of its sizes, 38 bytes, and the bits of a sample.
+        bits = 1 + (data[data.index(b"\xff\x4f\xff\x51") + 42] & 127)
+        white = 2**bits - 1
+        return white, white << max(0, 16 - bits), False
+    return white, 2**16 - 1, False
+
+
+def _converted(image: Any, mode: str, white: int, scaled: int, is_negative: bool) -> Any:
+    """Return an image of another mode, "F" for 16 bits.
+
+    Args:
+        image: The image.
+        mode: Mode for the caller.
+        white: White in the file, if it has 16 bits.
+        scaled: White in the image.
+        is_negative: Whether it has black for white.
+
+    Raises:
+        ValueError: It has colours, or other values than this mode can have.
+    """
+    from PIL import Image
+
+    is_16 = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+    if mode in ("I;16", "F"):
+        if not (is_16 or image.mode in ("L", "I", "F")):
+            raise ValueError(
+                f"mode {mode!r} gives the values of grey images, and this one is {image.mode!r}"
+            )
+        values = np.asarray(image)
+        if is_16 and white != scaled:
+            values = np.rint(values * (white / scaled))
+        if (
+            mode == "I;16"
+            and image.mode in ("I", "F")
+            and not np.array_equal(values, np.rint(values).clip(0, 2**16 - 1))
+        ):
+            raise ValueError("it has values that uint16 has not; mode='F' gives them")
+        return Image.fromarray(values.astype(np.float32))
+    # Pillow would make 255 of all larger values.
+    if is_16:
+        values = np.asarray(image).astype(np.int64) * 256 // (scaled + 1)
+        image = Image.fromarray((255 - values if is_negative else values).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            "it has pixels of 32 bits or with a sign, whose range is unknown; mode='F' gives "
+            "their values"
+        )
+    # A direct conversion to RGB would warn.
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    mode = "L" if mode == "L" else "RGB"
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _target(size: int | tuple[int, int] | None, extent: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of the result."""
+    if size is None:
+        return extent
+    height, width = (size, size) if isinstance(size, int) else size
+    return checks.positive("size", height), checks.positive("size", width)
+
+
+def _box(crop: Box | Callable[[int, int], Box] | None, height: int, width: int, name: str) -> Box:
+    """Return top, left, height and width; raise ValueError if they are not within the image."""
+    if crop is None:
+        return 0, 0, height, width
+    given = crop(height, width) if callable(crop) else crop
+    top, left, high, wide = (checks.count("crop", place) for place in given)
+    if not (0 < high <= height - top and 0 < wide <= width - left):
+        raise ValueError(
+            f"{name}: crop must be (top, left, height, width) within the image of {height} x "
+            f"{width} pixels, got {tuple(given)}"
+        )
+    return top, left, high, wide
+
+
+def _reduce(image: Any, ratio: float) -> int:
+    """Have a JPEG file decoded at a smaller scale; return by how much it is reduced.
+
+    Args:
+        image: Image of which only the header was read.
+        ratio: How much larger than the result the image is.
+    """
+    whole = image.size
+    scale = max((scale for scale in (1, 2, 4, 8) if scale <= ratio), default=1)
+    if scale > 1:
+        image.draft(None, (whole[0] // scale, whole[1] // scale))
+    # Other formats ignore that.
+    return scale if image.size != whole else 1
+
+
+def random_crop(
+    rng: np.random.Generator,
+    area: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Callable[[int, int], Box]:
+    """Return a function for `crop` of `load_image`, which draws a part of the image.
+
+    The parts are those of `RandomResizedCrop` of torchvision. If no part fits, the largest one in
+    the middle is taken.
+
+    Args:
+        rng: Random generator, such as `task.rng`.
+        area: Least and greatest share of the image's area.
+        ratio: Least and greatest ratio of width to height.
+
+    Example:
+        >>> import numpy as np
+        >>> from enqueuer.datasets.files import random_crop
+        >>> top, left, height, width = random_crop(np.random.default_rng(7))(300, 400)
+        >>> 0 <= top <= 300 - height and 0 <= left <= 400 - width
+        True
+    """
+
+    def draw(height: int, width: int) -> Box:
+        for _ in range(_ATTEMPTS):
+            pixels = height * width * rng.uniform(*area)
+            shape = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+            wide, high = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
+            if 0 < wide <= width and 0 < high <= height:
+                top, left = rng.integers(height - high + 1), rng.integers(width - wide + 1)
+                return int(top), int(left), high, wide
+        wide = min(width, max(1, round(height * ratio[1])))
+        high = min(height, max(1, round(width / ratio[0])))
+        return (height - high) // 2, (width - wide) // 2, high, wide
+
+    return draw
+
+
+def load_audio(
+    file: File,
+    *,
+    start: int | np.random.Generator | Callable[[int], int] = 0,
+    frames: int | None = None,
+    pad: bool = False,
+    sample_rate: int | None = None,
+    mono: bool = False,
+) -> tuple[npt.NDArray[np.float32], int]:
+    """Load an audio file: a WAV file of integers by itself, others by soundfile.
+
+    Only the frames that are wanted are read. `start` and `frames` count frames of the sound that
+    is returned, so with another rate those of that rate.
+
+    Args:
+        file: Path of the file, its bytes, or a file object.
+        start: First frame, 0 by default. A random generator, such as `task.rng`, draws a section
+            of `frames`, or begins with the first frame if there are not more. A function is
+            called with the number of frames in the file, and returns the first one.
+        frames: Number of frames; fewer are returned at the end of the file. None, the default:
+            all that follow.
+        pad: Whether zeros follow where there are fewer than `frames`; False by default.
+        sample_rate: Frames per second to which soxr resamples other files; None, the default:
+            as in the file.
+        mono: Whether to return the mean of all channels; False by default.
+
+    Returns:
+        The samples, float32 from -1 to 1, of shape `(frames,)` if there is one channel and
+        `(frames, channels)` if there are more; and the frames per second. The header of a stream
+        may not know its length; then it goes to the end of the file.
+
+    Raises:
+        OSError: The file is missing; or it is truncated or broken, a `DataFileError` that names
+            it.
+        ValueError: `start` is negative, or is after the end of the file.
+        FrameworkUnavailable: soundfile or soxr is needed, and not installed.
+
+    Example:
+        A second of 16 kHz from a random place, for `OrderedEnqueuer`::
+
+            def load(path, task):
+                options = dict(sample_rate=16000, mono=True, pad=True)
+                samples, rate = load_audio(path, start=task.rng, frames=16000, **options)
+                return samples
+    """
+    if frames is not None:
+        checks.positive("frames", frames)
+    elif pad or isinstance(start, np.random.Generator):
+        raise ValueError("pad and a random start need frames, the length of the section")
+    if sample_rate is not None:
+        checks.positive("sample_rate", sample_rate)
+    source = _Input(file)
+    with contextlib.ExitStack() as stack:
+        with source:
+            opened = stack.enter_context(source.opened())
+            sound = _Wave.of(opened) or _decoder(opened, source.name, stack)
+            rate, channels = int(sound.samplerate), int(sound.channels)
+        wanted = sample_rate or rate
+        count = round(sound.frames * wanted / rate)
+        first = _first(start, frames, count, source.name)
+        end = count if frames is None else min(first + frames, count)
+        # A section begins and ends where frames of both rates coincide.
+        step = rate // math.gcd(rate, wanted)
+        begin = first * rate // wanted // step * step
+        with source:
+            samples = sound.section(begin, -(-end * rate // wanted // step) * step - begin)
+    if mono and channels > 1:
+        samples = samples.mean(axis=1, dtype=np.float32)
+    if wanted != rate:
+        soxr = framework("soxr", "audio", "0.3", user=f"load_audio({source.name!r})")
+        samples = soxr.resample(samples, rate, wanted)
+        samples = samples[first - begin * wanted // rate :][: end - first]
+    missing = frames - len(samples) if pad and frames is not None else 0
+    if missing:
+        samples = np.pad(samples, [(0, missing)] + [(0, 0)] * (samples.ndim - 1))
+    return samples, wanted
+
+
+def _first(
+    start: int | np.random.Generator | Callable[[int], int],
+    frames: int | None,
+    count: int,
+    name: str,
+) -> int:
+    """Return the first frame to be read; raise ValueError if the file does not have it."""
+    if isinstance(start, np.random.Generator):
+        return int(start.integers(max(0, count - (frames or 0)) + 1))
+    first = checks.count("start", start(count) if callable(start) else start)
+    if first > count:
+        raise ValueError(f"{name}: start must be <= {count}, the number of frames, got {first}")
+    return first
+
+
+# Lengths in headers that were written before the sound: from here on, whatever the program.
+_UNKNOWN = 2**31 - 2**16
+# Formats of WAV files that are read here, and what extended ones have behind two bytes of theirs.
+_PCM, _EXTENDED = 1, 0xFFFE
+_GUID = bytes.fromhex("000000001000800000aa00389b71")
+
+
+def _code_of(form: bytes) -> int:
+    code = int.from_bytes(form[:2], "little")
+    return (
+        int.from_bytes(form[24:26], "little") if code == _EXTENDED and form[26:] == _GUID else code
+    )
+
+
+class _Wave:
+    """The sound of a WAV file of integers, with the names that soundfile has."""
+
+    def __init__(self, file: BinaryIO, begin: int, form: bytes, size: int) -> None:
+        _, self.channels, self.samplerate, _, _, bits = struct.unpack_from("<HHIIHH", form)
+        self._width, self._file, self._begin = (bits + 7) // 8, file, begin
+        if not (0 < self._width <= 4 and self.channels and self.samplerate):
+            raise ValueError(
+                f"no sound has {bits} bits a sample, {self.channels} channels and "
+                f"{self.samplerate} frames a second"
+            )
+        self.frames = size // (self._width * self.channels)
+
+    @classmethod
+    def of(cls, file: BinaryIO) -> _Wave | None:
+        """Return the sound of a file; None if it is another one.
+
+        Raises:
+            EOFError: It is a WAV file of any format, and is truncated.
+        """
+        head, form = file.read(12), b""
+        if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+            while len(head := file.read(8)) == 8:
+                kind, size = struct.unpack("<4sI", head)
+                begin = file.tell()
+                if kind == b"data" and len(form) >= 16:
+                    there = file.seek(0, os.SEEK_END) - begin
+                    if there < size < _UNKNOWN:
+                        raise EOFError(
+                            f"the file is truncated: {there} bytes of sound follow, and its "
+                            f"header announces {size}"
+                        )
+                    if _code_of(form) == _PCM:
+                        return cls(file, begin, form, min(size, there))
+                    break
+                if kind == b"fmt ":
+                    form = file.read(min(size, 40))
+                # Chunks have even lengths.
+                file.seek(begin + size + size % 2)
+            else:
+                raise EOFError("the header of the file is broken: it has no format and sound")
+        file.seek(0)
+        return None
+
+    def section(self, first: int, count: int) -> npt.NDArray[np.float32]:
+        """Return so many frames from one on."""
+        width, channels = self._width, self.channels
+        self._file.seek(self._begin + first * width * channels)
+        data = self._file.read(count * width * channels)
+        # Samples become the upper bytes of 32 bits.
+        whole = np.zeros((len(data) // width, 4), np.uint8)
+        whole[:, 4 - width :] = np.frombuffer(data, np.uint8).reshape(-1, width)
+        # Samples of 8 bits have no sign.
+        whole[:, 3] ^= 128 if width == 1 else 0
+        samples = whole.view("<i4").reshape(-1).astype(np.float32) / np.float32(2**31)
+        return samples if channels == 1 else samples.reshape(-1, channels)
+
+
+def _decoder(file: BinaryIO, name: str, stack: contextlib.ExitStack) -> Any:
+    """Return a file of soundfile that has `section`."""
+    soundfile = framework("soundfile", "audio", "0.12", user=f"load_audio({name!r})")
+    sound = stack.enter_context(soundfile.SoundFile(file))
+
+    def section(first: int, count: int) -> np.ndarray:
+        if sound.seekable():
+            sound.seek(first)
+            first = 0
+        # Formats such as GSM can only be read from the beginning.
+        samples: np.ndarray = sound.read(first + count, dtype="float32")[first:]
+        return samples
+
+    sound.section = section
+    return sound
+
+
+def load_array(file: File) -> Any:
+    """Return the array of an `.npy` file, or a dict of the arrays of an `.npz` file.
+
+    Args:
+        file: Path of the file, its bytes, or a file object.
+
+    Raises:
+        OSError: The file is missing; or it is broken, of another kind, or has pickled objects,
+            which are never loaded: a `DataFileError` that names it.
+
+    Example:
+        >>> import io
+        >>> import numpy as np
+        >>> from enqueuer.datasets.files import load_array
+        >>> file = io.BytesIO()
+        >>> np.savez(file, x=np.arange(3)); load_array(file.getvalue())
+        {'x': array([0, 1, 2])}
+    """
+    # numpy would leave a broken file open.
+    with (source := _Input(file)), source.opened() as opened:
+        if opened.read(4) not in (b"\x93NUM", b"PK\3\4", b"PK\5\6"):
+            raise ValueError("it is no .npy or .npz file, or it is empty")
+        opened.seek(0)
+        loaded = np.load(opened, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return {name: loaded[name] for name in loaded.files}
