@@ -446,8 +446,8 @@ class _Wave:
         self._width, self._file, self._begin = (bits + 7) // 8, file, begin
         if not (0 < self._width <= 4 and self.channels and self.samplerate):
             raise ValueError(
-                f"no sound has {bits} bits a sample, {self.channels} channels and "
-                f"{self.samplerate} frames a second"
+                f"sound of {bits} bits a sample, {self.channels} channels and {self.samplerate} "
+                "frames a second is not read"
             )
         self.frames = size // (self._width * self.channels)
 

@@ -429,7 +429,7 @@ def test_what_no_sound_has_is_named(tmp_path):
     data = bytearray(path.read_bytes())
     data[22:24] = bytes(2)
     path.write_bytes(data)
-    with pytest.raises(DataFileError, match=rf"{path}: no sound has 16 bits a sample, 0 channels"):
+    with pytest.raises(DataFileError, match=rf"{path}: sound of 16 bits a sample, 0 channels"):
         load_audio(path)
 
 

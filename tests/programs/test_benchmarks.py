@@ -7,9 +7,11 @@ import runpy
 import shutil
 import subprocess
 import sys
+import wave
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from helpers import needs, needs_installed
 
@@ -355,6 +357,23 @@ def test_the_order_is_measured():
     done = run(program="order.py")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\w.* \d\.\d\d million events/s$", done.stdout, re.MULTILINE)) == 3
+
+
+def test_real_files_are_compared_with_the_library_of_each(tmp_path):
+    needs_installed("PIL", "soundfile")
+    np.save(tmp_path / "a.npy", np.arange(3))
+    (tmp_path / "b.npy").write_bytes(b"1 2 3")
+    (tmp_path / "a.pgm").write_bytes(b"P5 2 1 255 Az")
+    (tmp_path / "b.pgm").write_bytes(b"P5 2 1 255 A")
+    with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(8))
+    done = run(tmp_path, program="real_files.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    each = "1 x the same values, 1 x an error in both"
+    assert sorted(re.sub(" +", " ", done.stdout).splitlines()) == [
+        f"npy {each}", f"pgm {each}", "wav 1 x the same values"
+    ]  # fmt: skip
 
 
 def test_decoders_are_measured(tmp_path):
