@@ -152,16 +152,16 @@ def image_folder(root: Path, *endings: str) -> tuple[list[tuple[str, int]], list
     return found, classes
 
 
-Pair = TypeVar("Pair")
+T = TypeVar("T")
 
 
 def split(
-    pairs: Sequence[Pair],
+    pairs: Sequence[T],
     *,
     validation: float = 0.1,
     random_seed: int = 0,
     balanced: bool = True,
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[T], list[T]]:
     """Divide a list at random into two, for training and for validation.
 
     Both keep the order of the list. The same list and seed give the same parts on every machine.
@@ -201,7 +201,7 @@ def split(
             f"validation={validation} of {len(pairs)} pairs are {len(chosen)}, and each part "
             "must have one at least"
         )
-    parts: tuple[list[Pair], list[Pair]] = [], []
+    parts: tuple[list[T], list[T]] = [], []
     for index, pair in enumerate(pairs):
         parts[index in chosen].append(pair)
     return parts

@@ -15,7 +15,7 @@ import io
 import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -26,9 +26,8 @@ from enqueuer.common.extras import framework
 from enqueuer.errors import DataFileError, FrameworkUnavailable
 
 Path = str | os.PathLike[str]
-File = Path | BinaryIO | npt.ArrayLike | bytes | bytearray | memoryview
-"""A path, the bytes of a file (also as an array), or a file object, which is read from its place
-on."""
+# A path, the bytes of a file, or a file object, which is read from its place on.
+File = Path | BinaryIO | Sequence[int] | npt.NDArray[Any]
 
 
 class _Input(contextlib.AbstractContextManager[Any]):
