@@ -278,9 +278,9 @@ def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator
             raise ValueError(
                 f"{name}, line 1: give columns=(of paths, of labels); the header has {header}"
             )
-        if _exists(name, header[0]):
-            raise ValueError(f"{name}, line 1: it must be a header, and {header[0]!r} is a file")
-        places = [header.index(column) for column in wanted]
+        if _exists(name, header[0]) or any(map(_INT.fullmatch, header)):
+            raise ValueError(f"{name}, line 1: it must be a header, and {header} looks like a row")
+        places = range(len(header)) if columns is None else [*map(header.index, wanted)]
         for row in rows:
             where = f"{name}, line {rows.line_num}"
             if row and len(row) != len(header):

@@ -260,6 +260,10 @@ def test_the_values_of_grey_are_those_in_the_file(data, values, white):
 
 def test_where_zero_is_white_it_is_so_for_any_bits():
     data = tiff(SIXTEEN, 16, white_is=0)
+    try:
+        Image.open(io.BytesIO(data))
+    except OSError:
+        pytest.skip("this Pillow does not read it")
     assert np.array_equal(load_image(data, mode="I;16"), SIXTEEN)
     assert np.array_equal(load_image(data, mode="L"), 255 - (SIXTEEN >> 8))
 
