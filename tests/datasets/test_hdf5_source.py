@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -20,6 +22,7 @@ from enqueuer import (  # noqa: E402
     OrderedEnqueuer,
     Shard,
     StateMismatch,
+    cli,
 )
 from enqueuer.datasets.hdf5 import (  # noqa: E402
     HDF5Source,
@@ -455,7 +458,7 @@ def test_a_handle_is_never_carried_to_another_process(simple):
     copy = pickle.loads(pickle.dumps(source))
     assert open_files() == opened
     assert copy[1] == 1
-    assert len(open_files()) == len(opened) + 1
+    assert open_files() == opened
     copy.close()
     here, there = multiprocessing.Pipe()
 
@@ -498,7 +501,213 @@ def _open_descriptors(path):
     return [link for link in links if link.startswith(str(path))]
 
 
+TABLES = """
+import sys, h5py, numpy as np
+from enqueuer import GeneratorEnqueuer
+from enqueuer.datasets.hdf5 import HDF5Source, describe
+
+text, path = h5py.string_dtype(), sys.argv[1]
+rows = {
+    "table": (np.dtype([("name", text), ("value", "f8")]), lambda row: (f"event {row}", row)),
+    "member": (np.dtype([("x", h5py.vlen_dtype("i4"))]), lambda row: (np.arange(row),)),
+    "texts": (h5py.vlen_dtype(text), lambda row: np.array(["a"] * (row + 1), object)),
+}
+with h5py.File(path, "w") as file:
+    for name, (dtype, make) in rows.items():
+        for row in range(20):
+            file.require_dataset(name, (20,), dtype)[row] = make(row)
+for run in range(6):
+    for name in rows:
+        first = HDF5Source(path, name, batch_size=2, shuffle=bool(run % 2))
+        with GeneratorEnqueuer(first, workers=4, shards=8, random_seed=1) as enqueuer:
+            for batch in enqueuer:
+                second = HDF5Source(path, name)
+                second[3], describe(path), second.close()
+first[0]
+print(len(h5py.h5f.get_obj_ids(types=h5py.h5f.OBJ_FILE)))
+"""
+
+
+def test_tables_with_texts_are_read_by_several_threads(tmp_path):
+    command = [sys.executable, "-c", TABLES, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
+
+
+@pytest.fixture(params=["text", "number", "nested", "array"])
+def unsorted(request, tmp_path):
+    """A file of 500 rows; the members of its table are not in the order in which they lie."""
+    number = np.dtype(">f8")
+    text = h5py.h5t.C_S1.copy()
+    text.set_size(8)
+    member = text if request.param == "text" else h5py.h5t.py_create(number)
+
+    def table(size, *members):
+        kind = h5py.h5t.create(h5py.h5t.COMPOUND, size)
+        for name, offset, type in members:
+            kind.insert(name, offset, type)
+        return kind
+
+    plain = table(24, (b"c", 16, member), (b"b", 8, member), (b"a", 0, member))
+    kind = {
+        "nested": lambda: table(48, (b"q", 24, plain), (b"p", 0, plain)),
+        "array": lambda: h5py.h5t.array_create(plain, (3,)),
+    }.get(request.param, lambda: plain)()
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple((500,))
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space))
+        rows = np.zeros(dataset.shape, dataset.dtype)
+        for part in [rows["p"], rows["q"]] if request.param == "nested" else [rows]:
+            for at, name in enumerate("abc"):
+                part[name] = at
+        dataset[...] = rows
+    return tmp_path / "a.h5"
+
+
+def values_of(rows):
+    """Return the values of each field, also of fields within others."""
+    found = {}
+    for name in rows.dtype.names:
+        part = rows[name]
+        inner = values_of(part) if part.dtype.names else {"": sorted(set(part.ravel().tolist()))}
+        found |= {name[:1] + key: value for key, value in inner.items()}
+    return found
+
+
+def test_the_fields_of_a_table_go_by_their_names(unsorted, backend, tmp_path):
+    with h5py.File(unsorted) as file:
+        expected = values_of(file["x"][:1])
+    for shuffle in (False, True):
+        source = HDF5Source(unsorted, "x", 50, shuffle=shuffle)
+        enqueuer = GeneratorEnqueuer(source, workers=2, shards=2, **backend)
+        for _ in range(2):
+            for batch in enqueuer:
+                assert values_of(batch) == expected
+    assert values_of(source[:]) == values_of(source[3:400:9]) == expected
+    source.close()
+    backwards = list(source[:].dtype.names)[::-1]
+    for merge in (False, True):
+
+        def batches(shard):
+            for at, batch in enumerate(HDF5Source(unsorted, "x", 50)(shard)):
+                yield batch[backwards] if at % 2 else batch
+
+        packed = tmp_path / f"{merge}.h5"
+        pack(batches, packed, shards=2, backend="thread", merge=merge)
+        source = HDF5Source(packed, "data")
+        assert values_of(source[:]) == expected
+        source.close()
+
+
 # --- what is refused ---
+
+
+def of_type(file, kind):
+    h5py.h5d.create(file.id, b"odd", kind, h5py.h5s.create_simple((20,)))
+
+
+def with_a_link(file, link):
+    file["odd"] = link
+
+
+def of_bytes(size):
+    kind = h5py.h5t.STD_I32LE.copy()
+    kind.set_size(size)
+    return kind
+
+
+@pytest.mark.parametrize(
+    ("add", "what", "says"),
+    [
+        (of_type, h5py.h5t.UNIX_D32LE, "its type has none like it in numpy .*Time"),
+        (of_type, of_bytes(3), "its type has none like it in numpy .*i3"),
+        (with_a_link, h5py.ExternalLink("no.h5", "/x"), r"\(a link to /x in no\.h5\) cannot be"),
+        (with_a_link, h5py.SoftLink("/odd"), r"\(a link to /odd\) cannot be opened: .*too many"),
+        (with_a_link, h5py.SoftLink("/no"), r"\(a link to /no\) cannot be opened: "),
+    ],
+    ids=["time", "three bytes", "file is missing", "circle", "dead link"],
+)
+def test_an_odd_dataset_does_not_hide_the_others(tmp_path, add, what, says):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["group/x"] = np.arange(20)
+        add(file, what)
+    assert HDF5Source(path, "group/x")[3] == 3
+    columns = describe(path)
+    assert (columns[0].name, columns[0].shape) == ("group/x", (20,))
+    for key in ("odd",) if add is of_type else ("odd", "odd/x"):
+        with pytest.raises(DataFileError, match=rf"a\.h5: '{key}' .*{says}"):
+            HDF5Source(path, key)
+    if add is of_type:
+        assert columns[1].dtype.startswith("unreadable: its type")
+        with pytest.raises(DataFileError, match="name those that you want with keys="):
+            HDF5Source(path)
+
+
+@pytest.mark.parametrize("group", ["", "group"])
+def test_a_damaged_group_is_named(tmp_path, group):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(20)
+        file["group/y"] = np.arange(20)
+    data = path.read_bytes()
+    parts = data.split(b"HEAP")
+    at = 1 if not group else 2
+    path.write_bytes(b"HEAP".join(parts[:at]) + b"\xff" * 4 + b"HEAP".join(parts[at:]))
+    if not group:
+        for look in (describe, HDF5Source):
+            with pytest.raises(DataFileError, match=rf"{path}: .*heap"):
+                look(path)
+        return
+    assert HDF5Source(path, "x")[3] == 3
+    assert {column.name: column.dtype[:10] for column in describe(path)} == {
+        "x": "int64",
+        "group": "unreadable",
+    }
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_damaged_dataset_is_named(tmp_path, place):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file["x"], file["y"] = np.arange(20), np.arange(20)
+    heads = path.read_bytes().split(b"OHDR")
+    heads[place + 1] = b"HEAD".join(heads[place : place + 2])
+    del heads[place]
+    path.write_bytes(b"OHDR".join(heads))
+    for key in ("x", "y"):
+        if (place, key) in ((1, "y"), (2, "x")):
+            assert HDF5Source(path, key)[3] == 3
+        else:
+            with pytest.raises(DataFileError, match=rf"{path}: .*cannot be opened|{path}: Unable"):
+                HDF5Source(path, key)
+
+
+def test_a_name_that_is_not_utf8_is_read_and_shown(tmp_path, capsys):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["größe".encode("latin-1")] = np.arange(20)
+    [column] = describe(tmp_path / "a.h5")
+    assert HDF5Source(tmp_path / "a.h5")[3:5][column.name].tolist() == [3, 4]
+    assert cli.main(["inspect", str(tmp_path / "a.h5")]) == 0
+    assert r"gr\udcf6\udcdfe" in capsys.readouterr().out
+
+
+def test_a_filter_that_is_missing_is_named(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["y"] = np.arange(20)
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((10,))
+        plist.set_filter(32999, h5py.h5z.FLAG_OPTIONAL)
+        space = h5py.h5s.create_simple((20,))
+        dataset = h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_INT64, space, plist)
+        dataset.write_direct_chunk((0,), np.arange(10).tobytes())
+    source = HDF5Source(tmp_path / "a.h5")
+    with pytest.raises(DataFileError, match=r"'x' cannot be read: packed with filter 32999, .*5pl"):
+        source[:]
+    source.close()
+    assert HDF5Source(tmp_path / "a.h5", "y")[3] == 3
+    columns = describe(tmp_path / "a.h5")
+    assert [column.compression for column in columns] == ["filter 32999", None]
 
 
 def test_links_lead_to_files_and_to_datasets(simple, tmp_path):

@@ -1,17 +1,23 @@
 """Opening HDF5 files, with errors that name the file, the reason and a remedy.
 
     opened, OpenFiles:  one file, or many parts of which a few are open at a time
-    guarded:            h5py's OSError -> DataFileError with the path, the reason and what to do
+    guarded:            h5py's errors -> DataFileError with the path, the reason and what to do
+    walk, datasets_in:  the datasets of a file, and those that are damaged
     kind_of, readable:  the type of a dataset, and its content as Python objects
 
-All other modules open files by this one.
+All other modules open files by this one. A process has one handle of a file, whose users are
+counted. With several, HDF5 keeps a pointer to the one by which a dataset was opened first. After
+that is closed, reading texts or ragged members of a table by another handle is a SIGSEGV.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
+import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,26 +46,29 @@ _REASONS = {
     "truncated file": "truncated: it was not written to its end, or not copied whole; {}",
     "file signature not found": "not an HDF5 file, or one whose writing was interrupted",
     "No space left on device": "the disk is full; make room, and do the same again to go on: {}",
-    "filter": "corrupt, or packed with a filter that is not installed; {}",
+    "filter|can't open directory": (
+        "corrupt, or packed with a filter that is not installed (`pip install hdf5plugin`, and "
+        "`import hdf5plugin` in the program); {}"
+    ),
 }
 
 
 @contextlib.contextmanager
 def guarded(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Convert an OSError of h5py to a DataFileError with the path."""
+    """Convert an error of h5py to a DataFileError with the path."""
     try:
         yield
     except DataFileError:
         raise
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, KeyError) as error:
         raise data_file_error(path, error) from error
 
 
 def data_file_error(
-    path: str | os.PathLike[str], error: Exception, what: str = ""
+    path: str | os.PathLike[str], error: Exception, what: str = "", dataset: Any = None
 ) -> DataFileError:
-    """Return the DataFileError for an error of h5py."""
-    text = str(error)
+    """Return the DataFileError for an error of h5py, for example when it read a dataset."""
+    text = text_of(error)
     known = (reason for pattern, reason in _REASONS.items() if re.search(pattern, text))
     reason = next(known, "{}").format(text)
     if os.path.isdir(path):
@@ -71,23 +80,114 @@ def data_file_error(
         )
     elif isinstance(error, FileNotFoundError):
         reason = "no such file"
+    elif dataset is not None and (filters := _filters(dataset, lacking=True)):
+        reason = (
+            f"packed with {filters}, which is not installed; hdf5plugin has most filters: "
+            "`pip install hdf5plugin`, and `import hdf5plugin` in the program"
+        )
     return DataFileError(f"{path}: {what}{reason}", str(path))
 
 
-def opened(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Any:
-    """Return an `h5py.File` open for reading, which closes at the end of a `with`.
+def text_of(error: Exception) -> str:
+    """Return the text of an error, without the quotes of a KeyError."""
+    return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+
+
+class SharedFile:
+    """A file that this process has open, for all of its readers.
+
+    Args:
+        key: Number of the file in the system.
+        file: The `h5py.File`.
+    """
+
+    def __init__(self, key: tuple[int, int], file: Any) -> None:
+        self.key = key
+        self.file = file
+        self.users = 0
+        self._datasets: dict[str, tuple[Any, Any]] = {}
+
+    def dataset(self, name: str) -> tuple[Any, Any]:
+        """Return a dataset with its cache of chunks, and an object whose slices are its rows."""
+        found = self._datasets.get(name)
+        if found is None:
+            dataset = dataset_of(self.file, name)
+            found = self._datasets.setdefault(name, (dataset, readable(dataset)))
+        return found
+
+
+# Those that are open, by their numbers, and those that a reader needs no longer.
+_shared: dict[tuple[int, int], SharedFile] = {}
+_released: collections.deque[SharedFile] = collections.deque()
+_lock = threading.Lock()
+# Files of the process that this one was forked from. They are never touched: to close them here
+# would close them there.
+_inherited: list[SharedFile] = []
+
+
+def _leave_to_parent() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _inherited.extend(_shared.values())
+    _shared.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def acquire(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> SharedFile:
+    """Return the handle of a file, which is open for reading until it is released.
 
     Raises:
         DataFileError: The file is missing, broken, or being written.
     """
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-        # HDF5 would wait for a writer of a pipe.
-        raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
-    with guarded(path):
-        return h5py.File(path, "r", rdcc_nbytes=cache_bytes)
+    try:
+        with guarded(path), _lock:
+            there = os.stat(path)
+            if not (stat.S_ISREG(there.st_mode) or stat.S_ISDIR(there.st_mode)):
+                # HDF5 would wait for a writer of a pipe.
+                raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
+            key = there.st_dev, there.st_ino
+            if key not in _shared:
+                _shared[key] = SharedFile(key, h5py.File(path, "r", rdcc_nbytes=cache_bytes))
+            _shared[key].users += 1
+            return _shared[key]
+    finally:
+        release()
 
 
-class OpenFiles(dict[str, Any]):
+def release(*shared: SharedFile) -> None:
+    """Close files that have no other users.
+
+    The garbage collector may call this at any time, also while this thread holds the lock, or has
+    h5py's. So it never waits: the thread that holds the lock closes the file afterwards.
+    """
+    _released.extend(shared)
+    while _released and _lock.acquire(blocking=False):
+        try:
+            while _released:
+                done = _released.popleft()
+                done.users -= 1
+                if not done.users and _shared.get(done.key) is done:
+                    del _shared[done.key]
+                    with guarded(done.file.filename):
+                        done.file.close()
+        finally:
+            _lock.release()
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Give an `h5py.File` that is open for reading; raise DataFileError if that is impossible."""
+    shared = acquire(path)
+    try:
+        yield shared.file
+    finally:
+        release(shared)
+
+
+class OpenFiles(dict[str, SharedFile]):
     """The files that were opened last, by path, at most `MOST_OPEN`; for one thread at a time.
 
     To look one up opens it, and may close the one that was opened first. That raises
@@ -100,18 +200,18 @@ class OpenFiles(dict[str, Any]):
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
         self._cache_bytes = cache_bytes
 
-    def __missing__(self, path: str) -> Any:
+    def __missing__(self, path: str) -> SharedFile:
         if len(self) >= MOST_OPEN:
-            self.pop(next(iter(self))).close()
-        self[path] = file = opened(path, self._cache_bytes)
-        return file
+            release(self.pop(next(iter(self))))
+        self[path] = shared = acquire(path, self._cache_bytes)
+        return shared
 
     def close(self) -> None:
         """Close all of them."""
         while self:
-            path, file = self.popitem()
-            with guarded(path):
-                file.close()
+            release(self.popitem()[1])
+
+    __del__ = close
 
 
 def parts_folder(path: str | os.PathLike[str]) -> Path:
@@ -120,13 +220,50 @@ def parts_folder(path: str | os.PathLike[str]) -> Path:
     return whole.with_name(whole.name + ".parts")
 
 
+def walk(group: Any, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each dataset in a group, and the dataset; links are not followed.
+
+    For what is damaged, the error comes instead of the dataset; that of the whole is raised.
+    """
+    seen = set() if seen is None else seen
+    try:
+        names = sorted(group.id)
+    except (OSError, RuntimeError) as error:
+        if not prefix:
+            raise
+        yield prefix[:-1], error
+        return
+    for raw in names:
+        name = prefix + raw.decode("utf-8", "surrogateescape")
+        try:
+            if group.id.links.get_info(raw).type != h5py.h5l.TYPE_HARD:
+                continue
+            item = group[raw]
+            address = h5py.h5o.get_info(item.id).addr
+        except (KeyError, OSError, RuntimeError, ValueError, TypeError) as error:
+            yield name, error
+            continue
+        # A group may be in itself.
+        if address not in seen:
+            seen.add(address)
+            if isinstance(item, h5py.Dataset):
+                yield name, item
+            elif isinstance(item, h5py.Group):
+                yield from walk(item, f"{name}/", seen)
+
+
 def datasets_in(file: Any) -> dict[str, Any]:
-    """Return all datasets of an open file, by their names; links are not followed."""
-    found: dict[str, Any] = {}
-    file.visititems(
-        lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None
-    )
+    """Return all datasets of an open file, by their names; raise the error of a damaged one."""
+    found = dict(walk(file))
+    for item in found.values():
+        if isinstance(item, Exception):
+            raise item
     return found
+
+
+def raw_name(name: str) -> bytes:
+    """Return a name as it is in the file; some writers do not use UTF-8."""
+    return name.encode("utf-8", "surrogateescape")
 
 
 def dataset_of(file: Any, name: str) -> Any:
@@ -135,14 +272,67 @@ def dataset_of(file: Any, name: str) -> Any:
     HDF5 then reads the rows that are wanted, straight into the caller's array. With a cache it
     reads whole chunks into that, and copies the rows.
     """
-    dataset = file[name]
+    dataset = file[raw_name(name)]
     if dataset.chunks is None or dataset.id.get_create_plist().get_nfilters():
         return dataset
     options = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
     options.set_chunk_cache(1, 0, 1.0)
     # The second one would share the cache of the first.
     del dataset
-    return h5py.Dataset(h5py.h5d.open(file.id, name.encode(), options))
+    return h5py.Dataset(h5py.h5d.open(file.id, raw_name(name), options))
+
+
+def name_of(dataset: Any) -> str:
+    """Return the path of a dataset in its file."""
+    name: bytes = h5py.h5i.get_name(dataset.id)
+    return name.decode("utf-8", "surrogateescape")
+
+
+def _filters(dataset: Any, lacking: bool = False) -> str:
+    """Return the filters of a dataset that are not part of HDF5, or those that are not there."""
+    plist = dataset.id.get_create_plist()
+    found = (plist.get_filter(at) for at in range(plist.get_nfilters()))
+    # HDF5 keeps the numbers below 256. A name may go on with an address.
+    return ", ".join(
+        f"filter {number} {re.split('[:;]', name.decode(errors='replace'))[0]}".strip()
+        for number, _, _, name in found
+        if (not h5py.h5z.filter_avail(number) if lacking else number > 255)
+    )
+
+
+def compression_of(dataset: Any) -> str | None:
+    """Return the name of the compression of a dataset, or None."""
+    known: str | None = dataset.compression
+    return _filters(dataset) if known == "unknown" else known
+
+
+def by_offset(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return a dtype with the fields in the order in which they lie in memory.
+
+    HDF5 sorts the members of a compound type at any time, so their order means nothing.
+    """
+    if dtype.subdtype is not None:
+        return np.dtype((by_offset(dtype.subdtype[0]), dtype.subdtype[1]))
+    if dtype.fields is None:
+        return dtype
+    fields = sorted(dtype.fields.items(), key=lambda field: field[1][1])
+    return np.dtype(
+        {
+            "names": [name for name, _ in fields],
+            "formats": [by_offset(field[0]) for _, field in fields],
+            "offsets": [field[1] for _, field in fields],
+            "itemsize": dtype.itemsize,
+        }
+    )
+
+
+def assign(into: np.ndarray, found: np.ndarray) -> None:
+    """Copy an array, by the names of its fields, where numpy goes by their places."""
+    if into.dtype.names is None or into.dtype == found.dtype:
+        into[...] = found
+        return
+    for name in into.dtype.names:
+        assign(into[name], found[name])
 
 
 def kind_of(dtype: Any) -> str:
@@ -151,8 +341,8 @@ def kind_of(dtype: Any) -> str:
     if text is not None and text.length is None:
         return "text"
     if item is not None:
-        return f"ragged {np.dtype(item)}"
-    return str(dtype)
+        return f"ragged {by_offset(np.dtype(item))}"
+    return str(by_offset(dtype))
 
 
 def readable(dataset: Any) -> Any:

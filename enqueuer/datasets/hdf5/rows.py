@@ -30,7 +30,7 @@ import numpy as np
 
 from enqueuer.common.text import size
 from enqueuer.datasets.hdf5 import files
-from enqueuer.datasets.hdf5.files import OpenFiles, h5py, kind_of
+from enqueuer.datasets.hdf5.files import OpenFiles, by_offset, guarded, h5py, kind_of, raw_name
 from enqueuer.errors import DataFileError
 
 # Blocks of a file. Each takes some hundred bytes here and in every worker.
@@ -136,6 +136,7 @@ class Layout:
         path: Path of the file.
         columns: Its datasets, by name.
         stamps: Size and time of change of each file that holds rows.
+        unreadable: Why other datasets or groups cannot be read, by their names.
 
     Raises:
         DataFileError: The file or one of its parts is missing or broken, a name is missing, or a
@@ -147,18 +148,38 @@ class Layout:
     ) -> None:
         self.path = path
         self.columns: dict[str, ColumnLayout] = {}
+        self.unreadable: dict[str, str] = {}
         self._allow_outside = allow_outside
         # None is open once the layout is made.
         self._files = OpenFiles()
-        with contextlib.closing(self._files), files.opened(path) as file:
+        with contextlib.closing(self._files), files.opened(path) as file, guarded(path):
             self.stamps = {path: _stamp(path)}
-            for name, dataset in _datasets(path, file, names).items():
-                stretches = self._stretches(dataset)
-                shape, kind = tuple(map(int, dataset.shape or ())), kind_of(dataset.dtype)
-                # h5py's text has metadata, of which numpy warns when it saves a batch.
-                dtype = np.dtype(object) if kind == "text" else dataset.dtype
-                is_virtual = bool(dataset.is_virtual)
-                self.columns[name] = ColumnLayout(shape, kind, dtype, is_virtual, stretches)
+            for name, dataset in _datasets(path, file, names):
+                try:
+                    self.columns[name] = self._column(dataset)
+                except DataFileError:
+                    raise
+                except Exception as error:
+                    self.unreadable[name] = _reason(error)
+        if names is not None and self.unreadable:
+            raise DataFileError(f"{path}: {self.complaint()}", path)
+
+    def complaint(self) -> str:
+        """Return why datasets cannot be read."""
+        return "; ".join(
+            f"{name!r} cannot be read: {reason}" for name, reason in self.unreadable.items()
+        )
+
+    def _column(self, dataset: Any) -> ColumnLayout:
+        """Return the facts about a dataset, or raise the error of a damaged one."""
+        if isinstance(dataset, Exception):
+            raise dataset
+        kind, dtype = kind_of(dataset.dtype), by_offset(dataset.dtype)
+        if kind == "text":
+            # h5py's text has metadata, of which numpy warns when it saves a batch.
+            dtype = np.dtype(object)
+        shape, stretches = tuple(map(int, dataset.shape or ())), self._stretches(dataset)
+        return ColumnLayout(shape, kind, dtype, bool(dataset.is_virtual), stretches)
 
     def _is_outside(self, path: str) -> bool:
         """Return whether a file does not lie in the folder of the whole."""
@@ -214,7 +235,8 @@ class Layout:
         chunk = dataset.chunks[0] if dataset.chunks else 0
         rows = len(dataset) if dataset.shape else 0
         size = int(dataset.id.get_storage_size())
-        stored = StoredDataset(path, dataset.name, chunk, dataset.compression, size)
+        name = files.name_of(dataset)
+        stored = StoredDataset(path, name, chunk, files.compression_of(dataset), size)
         return [Stretch(0, rows, stored)] if rows else []
 
     def _parts(self, dataset: Any) -> list[Stretch] | None:
@@ -229,7 +251,7 @@ class Layout:
             rows = _rows(source, dataset.shape)
             if rows is None or rows.start != end:
                 return None
-            part = self._files[path].get(_unescaped(source.dset_name))
+            part = self._files[path].file.get(_unescaped(source.dset_name))
             if not isinstance(part, h5py.Dataset):
                 raise DataFileError(f"{path}: there is no dataset {source.dset_name!r}", path)
             if part.is_virtual or _row_of(part) != _row_of(dataset):
@@ -273,20 +295,58 @@ class Layout:
             ) from None
 
 
-def _datasets(path: str, file: Any, names: Sequence[str] | None) -> dict[str, Any]:
-    there = files.datasets_in(file)
+def _datasets(path: str, file: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the datasets of these names, or all; for what is damaged, its error."""
     if names is None:
-        return {name: item for name, item in there.items() if item.shape is not None}
-    # These are opened by name, since links to datasets are not visited.
-    found = {name: file.get(name.strip("/") or "/") for name in names}
-    missing = [name for name, item in found.items() if not isinstance(item, h5py.Dataset)]
+        # A single value without a type has no shape.
+        yield from (one for one in files.walk(file) if getattr(one[1], "shape", 0) is not None)
+        return
+    missing = []
+    for name in names:
+        # These are opened by name, since links to datasets are not visited.
+        raw = raw_name(name.strip("/") or "/")
+        item = None
+        try:
+            item = file[raw]
+        except (KeyError, OSError, RuntimeError, ValueError) as error:
+            if (link := _link(file, raw)) is not None:
+                what = f"{name!r}{link} cannot be opened: "
+                raise files.data_file_error(path, error, what) from error
+        if isinstance(item, h5py.Dataset):
+            yield name, item
+        else:
+            missing.append(name)
     if missing:
+        there = sorted(name for name, item in files.walk(file) if isinstance(item, h5py.Dataset))
         raise DataFileError(
             f"{path}: there is no dataset {', '.join(map(repr, missing))}; "
-            f"it has {', '.join(map(repr, sorted(there))) or 'none'}",
+            f"it has {', '.join(map(repr, there)) or 'none'}",
             path,
         )
-    return found
+
+
+def _link(file: Any, raw: bytes) -> str | None:
+    """Return where the last link in a path leads to, for a message; None if nothing is there."""
+    leads = ""
+    parts = raw.split(b"/")
+    for count in range(1, len(parts) + 1):
+        try:
+            found = file.id.links.get_val(b"/".join(parts[:count]))
+        except TypeError:
+            # It is an object.
+            continue
+        except (KeyError, OSError, RuntimeError):
+            return leads or None
+        places = (found,) if isinstance(found, bytes) else reversed(found)
+        leads = f" (a link to {' in '.join(os.fsdecode(place) for place in places)})"
+    return leads
+
+
+def _reason(error: Exception) -> str:
+    """Return why a dataset cannot be read, for a message."""
+    if isinstance(error, (TypeError, ValueError)):
+        return f"its type has none like it in numpy ({error})"
+    return files.text_of(error)
 
 
 def _rows(source: Any, shape: tuple[int, ...]) -> range | None:
@@ -348,8 +408,6 @@ class RowReader:
         self._layout = layout
         self._columns = columns
         self._files = OpenFiles(self._cache_bytes())
-        # Datasets with their caches of chunks, and the objects that give slices of them.
-        self._datasets: dict[StoredDataset, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -416,30 +474,27 @@ class RowReader:
     def take(self, at: StoredDataset, low: int, high: int, step: int, into: np.ndarray) -> None:
         """Read some rows of a dataset into an array."""
         with self._lock:
+            dataset = None
             try:
                 dataset, view = self._opened(at)
                 if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
-                    into[...] = view[low:high:step]
+                    files.assign(into, view[low:high:step])
                 else:
                     dataset.read_direct(into, np.s_[low:high:step])
             except DataFileError:
                 raise
-            except (OSError, RuntimeError, UnicodeDecodeError) as error:
+            except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
                 # A change of the file would explain the error.
                 self._layout.check_unchanged(at.path)
                 rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
                 what = f"{rows} of {at.name[1:]!r} cannot be read: "
-                raise files.data_file_error(at.path, error, what) from error
+                raise files.data_file_error(at.path, error, what, dataset) from error
 
     def _opened(self, at: StoredDataset) -> tuple[Any, Any]:
         """Return a dataset, and an object whose slices are its rows."""
-        opened = self._datasets.get(at)
-        # The file may have been closed meanwhile.
-        if opened is None or not opened[0].id.valid:
+        if at.path not in self._files:
             self._layout.check_unchanged(at.path)
-            dataset = files.dataset_of(self._files[at.path], at.name)
-            opened = self._datasets[at] = dataset, files.readable(dataset)
-        return opened
+        return self._files[at.path].dataset(at.name)
 
 
 def _is_plain(dtype: np.dtype[Any]) -> bool:
@@ -454,7 +509,8 @@ class Column:
     Attributes:
         name: Its path in the file, such as `"x"` or `"train/x"`.
         shape: Its shape; the first number is that of the rows.
-        dtype: Name of the dtype in numpy; `"text"` or `"ragged int32"` for rows of variable length.
+        dtype: Name of the dtype in numpy; `"text"` or `"ragged int32"` for rows of variable length;
+            `"unreadable: "` and the reason for what is damaged, or has a type that numpy lacks.
         chunk: Number of rows in a chunk; 0 if it is stored in one piece.
         compression: Compression such as `"gzip"`, or None.
         stored: Size in the file, or in all parts of a packed file, in bytes.
@@ -490,7 +546,11 @@ def describe(path: str | os.PathLike[str]) -> tuple[Column, ...]:
         ('x', (2, 2), 'float64')
     """
     layout = Layout(os.path.abspath(path))
-    return tuple(itertools.starmap(_column, layout.columns.items()))
+    broken = [
+        Column(name, (), f"unreadable: {reason}", 0, None, 0, False)
+        for name, reason in layout.unreadable.items()
+    ]
+    return *itertools.starmap(_column, layout.columns.items()), *broken
 
 
 def _column(name: str, found: ColumnLayout) -> Column:

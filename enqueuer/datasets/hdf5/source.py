@@ -83,10 +83,6 @@ _ADVICE = {
     ),
 }
 
-# Readers of the process that this one was forked from. They are never touched: to close their
-# files here would close them there.
-_inherited: list[RowReader] = []
-
 
 @checks.tells_options
 class HDF5Source(Generic[Batch]):
@@ -341,10 +337,7 @@ class HDF5Source(Generic[Batch]):
     def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
         reader = self._reader
-        if reader is not None and reader.pid != os.getpid():
-            _inherited.append(reader)
-            reader = None
-        if reader is None:
+        if reader is None or reader.pid != os.getpid():
             # If two threads come here at a time, one of the readers ends with its last use.
             reader = self._reader = RowReader(self._layout, self._columns)
         return reader
@@ -397,6 +390,10 @@ def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
 def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], dict[str, ColumnLayout]]:
     """Return the names of the datasets that are read together, and these."""
     path, columns = layout.path, layout.columns
+    if layout.unreadable:
+        raise DataFileError(
+            f"{path}: {layout.complaint()}; name those that you want with keys=", path
+        )
     if not is_asked:
         columns = {name: column for name, column in columns.items() if column.shape}
     if not columns:

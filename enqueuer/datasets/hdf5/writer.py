@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import CHUNK_BYTES, guarded, h5py, kind_of
+from enqueuer.datasets.hdf5.files import CHUNK_BYTES, assign, by_offset, guarded, h5py, kind_of
 from enqueuer.errors import DataFileError
 
 # Estimated size of a row of variable length, in bytes.
@@ -72,7 +72,7 @@ class RowKind(NamedTuple):
 
 def row_kind(dtype: Any, shape: tuple[int, ...]) -> RowKind:
     """Return the type of a dataset of rows."""
-    return RowKind(kind_of(dtype), shape[1:], dtype)
+    return RowKind(kind_of(dtype), shape[1:], by_offset(dtype))
 
 
 def by_name(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
@@ -149,6 +149,10 @@ def _storable(key: str, array: np.ndarray) -> np.ndarray:
     """Return an array with a dtype that HDF5 has."""
     if array.dtype.kind == "U":
         return array.astype(object)
+    if array.dtype.names and by_offset(array.dtype) != array.dtype:
+        found = np.empty(array.shape, by_offset(array.dtype))
+        assign(found, array)
+        return found
     if array.dtype.kind in "mM":
         raise TypeError(
             f"{key!r} has dtype {array.dtype}, and HDF5 has none like it; yield .astype('int64')"
