@@ -482,6 +482,18 @@ def test_a_handle_is_never_carried_to_another_process(simple):
         end.close()
 
 
+def test_workers_look_for_filters_where_the_program_does(simple):
+    folder, folders = os.fsencode(simple.parent), h5py.h5pl.size()
+    h5py.h5pl.append(folder)
+    pickled = pickle.dumps(HDF5Source(simple))
+    h5py.h5pl.remove(folders)
+    assert folder not in files.filter_folders()
+    for _ in range(2):
+        pickle.loads(pickled)
+        assert files.filter_folders()[folders:] == [folder]
+    h5py.h5pl.remove(folders)
+
+
 def test_files_are_closed_at_the_end_of_an_epoch_and_after_a_break(path):
     source = HDF5Source(path, shuffle=True, batch_size=4)
     batches = source(Shard(0, 1, 0, 7))

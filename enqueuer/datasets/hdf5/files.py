@@ -18,7 +18,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +280,18 @@ def dataset_of(file: Any, name: str) -> Any:
     # The second one would share the cache of the first.
     del dataset
     return h5py.Dataset(h5py.h5d.open(file.id, raw_name(name), options))
+
+
+def filter_folders() -> list[bytes]:
+    """Return the folders in which HDF5 looks for filters, in this process."""
+    return [h5py.h5pl.get(at) for at in range(h5py.h5pl.size())]
+
+
+def add_filter_folders(folders: Iterable[bytes]) -> None:
+    """Have HDF5 look for filters in the folders of the program, too."""
+    for folder in folders:
+        if folder not in filter_folders():
+            h5py.h5pl.append(folder)
 
 
 def name_of(dataset: Any) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
+from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
 from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
@@ -262,7 +263,11 @@ class HDF5Source(Generic[Batch]):
             self._reader = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_reader": None}
+        return {**self.__dict__, "_reader": None, "_folders": filter_folders()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        add_filter_folders(state.pop("_folders"))
+        self.__dict__.update(state)
 
     @property
     def _rows(self) -> range:
