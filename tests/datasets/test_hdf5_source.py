@@ -400,6 +400,54 @@ def test_rows_and_slices_are_read(path):
         source[1.5:2]
 
 
+def several(folder, *columns):
+    """Write a file for each number of rows and dtype; return the paths."""
+    paths, start = [], 0
+    for rows, dtype in columns:
+        paths.append(folder / f"{start}.h5")
+        with h5py.File(paths[-1], "w") as file:
+            file["y"] = np.arange(start, start + rows)
+            file.create_dataset("x", data=np.full((rows, 2), start), dtype=dtype, chunks=(3, 2))
+        start += rows
+    return paths
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_several_files_are_one_source(tmp_path, backend, shuffle):
+    paths = several(tmp_path, (10, "i4"), (5, "i4"), (12, "i4"))
+    source = HDF5Source(paths, batch_size=4, shuffle=shuffle, window=8, rows=slice(2, 26))
+    batches = list(GeneratorEnqueuer(source, workers=2, shards=3, random_seed=7, **backend))
+    rows = [int(row) for batch in batches for row in batch["y"]]
+    assert (sorted(rows) if shuffle else rows) == list(range(2, 26))
+    firsts = [0] * 10 + [10] * 5 + [15] * 12
+    assert all((firsts[y] == x).all() for b in batches for y, x in zip(b["y"], b["x"], strict=True))
+    assert source[6:18]["y"].tolist() == list(range(8, 20))
+    assert "0.h5 and 2 more (x, y), 24 rows" in repr(source)
+    source.close()
+    paths[1].unlink()
+    assert source[0]["y"] == 2
+    with pytest.raises(DataFileError, match=r"10\.h5: it was there before and is gone"):
+        source[9]
+    source.close()
+
+
+def test_several_files_must_be_alike(tmp_path):
+    paths = several(tmp_path, (10, "i4"), (5, "i8"))
+    with pytest.raises(DataFileError, match=r"10\.h5: 'x' is int64 of .*0\.h5 it is int32 of"):
+        HDF5Source(paths)
+    assert len(HDF5Source(paths, "y")) == 15
+    with h5py.File(paths[1], "a") as file:
+        del file["x"]
+    with pytest.raises(DataFileError, match=r"10\.h5: 'x' is missing, but in .*0\.h5 it is int32"):
+        HDF5Source(paths)
+    with h5py.File(paths[1], "a") as file:
+        file["x"] = np.zeros((4, 2), "i4")
+    with pytest.raises(DataFileError, match=r"10\.h5: .* must have equally many rows"):
+        HDF5Source(paths)
+    with pytest.raises(ValueError, match="at least one file"):
+        HDF5Source([])
+
+
 def test_text_that_says_it_is_ascii_may_be_utf8(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=["é".encode(), b"e"], dtype=h5py.string_dtype("ascii"))

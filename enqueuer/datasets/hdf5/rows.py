@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import itertools
 import math
 import operator
@@ -293,6 +294,40 @@ class Layout:
             raise DataFileError(
                 f"{path}: the raw data of {dataset.name!r} lie in {where}, which is missing", path
             ) from None
+
+
+def joined(files: Sequence[tuple[str, Mapping[str, ColumnLayout]]]) -> dict[str, ColumnLayout]:
+    """Return the datasets of several files as one, of the rows of each file in turn.
+
+    Args:
+        files: The path of each file, and its datasets.
+
+    Raises:
+        DataFileError: A file has other datasets than the first one.
+    """
+    (first, alike), *_ = files
+    for path, columns in files:
+        for name in {**alike, **columns}:
+            here, there = (
+                None if found is None else f"{found.kind} of shape {found.shape[1:]}"
+                for found in (columns.get(name), alike.get(name))
+            )
+            if here != there:
+                raise DataFileError(
+                    f"{path}: {name!r} is {here or 'missing'}, but in {first} it is "
+                    f"{there or 'missing'}; files that are read as one must be alike",
+                    path,
+                )
+    whole = {}
+    for name, column in alike.items():
+        count, stretches = 0, []
+        for _, columns in files:
+            for start, stop, dataset in columns[name].stretches:
+                stretches.append(Stretch(count + start, count + stop, dataset))
+            count += columns[name].shape[0]
+        shape = count, *column.shape[1:]
+        whole[name] = dataclasses.replace(column, shape=shape, stretches=stretches)
+    return whole
 
 
 def _datasets(path: str, file: Any, names: Sequence[str] | None) -> Iterator[tuple[str, Any]]:

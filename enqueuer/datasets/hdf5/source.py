@@ -29,7 +29,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
-from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader
+from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader, joined
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.order.position import fingerprint_of, shortened
@@ -39,6 +39,7 @@ from enqueuer.workers.tasks import steps_in
 Batch = TypeVar("Batch")
 Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
+Paths = Path | Sequence[Path]
 Rows = Mapping[str, np.ndarray]
 
 
@@ -103,7 +104,8 @@ class HDF5Source(Generic[Batch]):
     that it refers to, are whole.
 
     Args:
-        path: Path of the file, written by `pack` or by any other program.
+        path: Path of the file, written by `pack` or by any other program; or a list of paths of
+            files whose datasets are alike. The rows of the second follow those of the first.
         keys: Names of the datasets that are read together. None, the default, gives a dict of all
             datasets in the file. A list of names gives a dict of these, a tuple of names, such as
             `("x", "y")`, a tuple in that order, and one name its array alone.
@@ -151,7 +153,7 @@ class HDF5Source(Generic[Batch]):
     @overload
     def __init__(
         self: HDF5Source[Array],
-        path: Path,
+        path: Paths,
         keys: str,
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
@@ -159,7 +161,7 @@ class HDF5Source(Generic[Batch]):
     @overload
     def __init__(
         self: HDF5Source[tuple[Array, ...]],
-        path: Path,
+        path: Paths,
         keys: tuple[str, ...],
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
@@ -167,7 +169,7 @@ class HDF5Source(Generic[Batch]):
     @overload
     def __init__(
         self: HDF5Source[dict[str, Array]],
-        path: Path,
+        path: Paths,
         keys: list[str] | None = None,
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
@@ -175,14 +177,14 @@ class HDF5Source(Generic[Batch]):
     @overload
     def __init__(
         self: HDF5Source[Any],
-        path: Path,
+        path: Paths,
         keys: Sequence[str] | None = None,
         batch_size: int = 32,
         **options: Unpack[HDF5Options],
     ) -> None: ...
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Paths,
         keys: str | Sequence[str] | None = None,
         batch_size: int = 32,
         *,
@@ -192,10 +194,11 @@ class HDF5Source(Generic[Batch]):
         drop_last: bool = False,
         allow_outside: bool = True,
     ) -> None:
-        self._path = _absolute(path)
+        paths = _absolute(path)
+        self._path = paths[0] if len(paths) == 1 else paths
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._layout = Layout(self._path, _names(keys), bool(allow_outside))
-        self._names, self._columns = _together(self._layout, is_asked=keys is not None)
+        self._layout, self._columns = _layout_of(paths, _names(keys), bool(allow_outside))
+        self._names = tuple(self._columns)
         self._first, self._stop = _bounds(rows, self._columns[self._names[0]].shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
@@ -239,7 +242,7 @@ class HDF5Source(Generic[Batch]):
             found = self._rows[index]
         except IndexError:
             raise IndexError(
-                f"row {index} of {self._path} is out of range: it has {len(self)}"
+                f"row {index} of {self._where} is out of range: it has {len(self)}"
             ) from None
         except TypeError:
             if isinstance(index, slice):
@@ -273,10 +276,15 @@ class HDF5Source(Generic[Batch]):
     def _rows(self) -> range:
         return range(self._first, self._stop)
 
+    @property
+    def _where(self) -> str:
+        paths = self._path
+        return paths if isinstance(paths, str) else f"{paths[0]} and {len(paths) - 1} more"
+
     def __repr__(self) -> str:
         keys = ", ".join(self._names)
         # A name in a file may have characters that a terminal obeys.
-        return printable(f"<HDF5Source {self._path} ({keys}), {len(self)} rows>")
+        return printable(f"<HDF5Source {self._where} ({keys}), {len(self)} rows>")
 
     def _batches(self, shard: Shard, first: int) -> Generator[Any]:
         with contextlib.closing(RowReader(self._layout, self._columns)) as reader:
@@ -358,16 +366,22 @@ def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
     # A batch that is a dict is the same with its keys in another order.
     names = source._names if source._is_tuple else sorted(source._names)
     name, keys = type(source).__qualname__, shortened(", ".join(names))
-    return {"name": name, "file": os.path.basename(source._path), "keys": keys, **source._identity}
+    paths = [source._path] if isinstance(source._path, str) else source._path
+    files = shortened(", ".join(map(os.path.basename, paths)))
+    return {"name": name, "file": files, "keys": keys, **source._identity}
 
 
-def _absolute(path: Path) -> str:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(
-            f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
-            "carried to another process"
-        )
-    return os.path.abspath(path)
+def _absolute(given: Paths) -> list[str]:
+    paths: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
+    if not paths:
+        raise ValueError("HDF5Source needs at least one file, got an empty list")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(
+                f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
+                "carried to another process"
+            )
+    return [os.path.abspath(path) for path in paths]
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -392,8 +406,19 @@ def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
     return start, max(start, stop)
 
 
-def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], dict[str, ColumnLayout]]:
-    """Return the names of the datasets that are read together, and these."""
+def _layout_of(
+    paths: Sequence[str], names: Sequence[str] | None, allow_outside: bool
+) -> tuple[Layout, dict[str, ColumnLayout]]:
+    """Return the layout of the first file, with the stamps of all, and the datasets of all."""
+    layouts = [Layout(path, names, allow_outside) for path in paths]
+    columns = joined([(layout.path, _together(layout, names is not None)) for layout in layouts])
+    for layout in layouts:
+        layouts[0].stamps.update(layout.stamps)
+    return layouts[0], columns
+
+
+def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
+    """Return the datasets that are read together, by their names."""
     path, columns = layout.path, layout.columns
     if layout.unreadable:
         raise DataFileError(
@@ -413,7 +438,7 @@ def _together(layout: Layout, is_asked: bool) -> tuple[tuple[str, ...], dict[str
             "name those that belong together with keys=",
             path,
         )
-    return tuple(columns), columns
+    return columns
 
 
 def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
