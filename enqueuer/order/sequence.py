@@ -240,9 +240,12 @@ class TaskOrder(EpochOrder):
 
     def take(self, number: int, has_item: bool = True) -> None:
         """Note that a task was taken, or only passed over, as it has no item."""
-        self.taken.add(number)
         self._given += has_item
-        self._advance()
+        if number == self.next and not self.taken:
+            self.next += 1
+        else:
+            self.taken.add(number)
+            self._advance()
 
     def end_at(self, number: int, state: Any = None) -> None:
         """Note that there is no task of this number or a higher one, and the reader's state."""
@@ -329,9 +332,12 @@ class Results:
 
     def put(self, message: ItemTuple | Empty | Failure) -> ItemTuple | None:
         """Keep what came of a task, unless it is known already; return it if it is an item."""
-        if isinstance(message, tuple) and message[2] is None:
-            message = Empty(message[1])
-        number = message[1] if isinstance(message, tuple) else message.number
+        if isinstance(message, tuple):
+            number = message[1]
+            if message[2] is None:
+                message = Empty(number)
+        else:
+            number = message.number
         if number not in self.tickets or number in self._results:
             return None
         if isinstance(message, Failure):
@@ -339,10 +345,10 @@ class Results:
             # The same numbers if the task runs again: it has sent no failure since its result.
             nth = 1 + len(self._skipped.get(number, ()))
             message = dataclasses.replace(message, shard=index, nth=nth)
-        if isinstance(message, Failure) and message.skipped:
-            self._skipped.setdefault(number, deque()).append(message)
-        else:
-            self._results[number] = message
+            if message.skipped:
+                self._skipped.setdefault(number, deque()).append(message)
+                return None
+        self._results[number] = message
         return message if isinstance(message, tuple) else None
 
     def fail(self, failure: Failure) -> None:
