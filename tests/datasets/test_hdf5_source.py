@@ -499,6 +499,21 @@ def test_it_is_a_map_style_dataset_for_torch(path, workers):
     del loader
 
 
+def test_a_file_that_is_open_under_an_old_name_is_read_by_its_new_one(tmp_path):
+    old, new = tmp_path / "old.h5", tmp_path / "new.h5"
+    with h5py.File(old, "w") as file:
+        file["x"] = np.zeros(9)
+    before = HDF5Source(old, "x")
+    assert before[0] == 0
+    old.rename(new)
+    with pytest.raises(DataFileError, match=r"old\.h5"):
+        HDF5Source(old, "x")
+    with h5py.File(old, "w") as file:
+        file["x"] = np.ones(9)
+    assert (HDF5Source(new, "x")[0], HDF5Source(old, "x")[0]) == (0, 1)
+    before.close()
+
+
 def test_a_handle_is_never_carried_to_another_process(simple):
     source = HDF5Source(simple, keys="data")
     assert source[1] == 1

@@ -157,7 +157,7 @@ class Layout:
             self.stamps = {path: _stamp(path)}
             for name, dataset in _datasets(path, file, names):
                 try:
-                    self.columns[name] = self._column(dataset)
+                    self.columns[name] = self._column(dataset, file)
                 except DataFileError:
                     raise
                 except Exception as error:
@@ -171,7 +171,7 @@ class Layout:
             f"{name!r} cannot be read: {reason}" for name, reason in self.unreadable.items()
         )
 
-    def _column(self, dataset: Any) -> ColumnLayout:
+    def _column(self, dataset: Any, file: Any) -> ColumnLayout:
         """Return the facts about a dataset, or raise the error of a damaged one."""
         if isinstance(dataset, Exception):
             raise dataset
@@ -179,7 +179,8 @@ class Layout:
         if kind == "text":
             # h5py's text has metadata, of which numpy warns when it saves a batch.
             dtype = np.dtype(object)
-        shape, stretches = tuple(map(int, dataset.shape or ())), self._stretches(dataset)
+        shape = tuple(map(int, dataset.shape or ()))
+        stretches = self._stretches(dataset, file, self.path)
         return ColumnLayout(shape, kind, dtype, bool(dataset.is_virtual), stretches)
 
     def _is_outside(self, path: str) -> bool:
@@ -216,13 +217,14 @@ class Layout:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def _stretches(self, dataset: Any) -> list[Stretch]:
-        """Return the stretches of a dataset."""
-        # A link may lead to another file.
-        path = dataset.file.filename
+    def _stretches(self, dataset: Any, file: Any, path: str) -> list[Stretch]:
+        """Return the stretches of a dataset, found in an open file of this path."""
+        # A link may lead to another file. The name in a handle is the one of its first reader.
+        if dataset.file.filename != file.filename:
+            path = dataset.file.filename
         self._inspect(path)
         if dataset.is_virtual:
-            if (parts := self._parts(dataset)) is not None:
+            if (parts := self._parts(dataset, path)) is not None:
                 return parts
             if not self._allow_outside:
                 raise DataFileError(
@@ -232,7 +234,7 @@ class Layout:
                     path,
                 )
         for raw, _, _ in dataset.external or ():
-            self._inspect_raw(dataset, raw)
+            self._inspect_raw(dataset, path, raw)
         chunk = dataset.chunks[0] if dataset.chunks else 0
         rows = len(dataset) if dataset.shape else 0
         size = int(dataset.id.get_storage_size())
@@ -240,9 +242,9 @@ class Layout:
         stored = StoredDataset(path, name, chunk, files.compression_of(dataset), size)
         return [Stretch(0, rows, stored)] if rows else []
 
-    def _parts(self, dataset: Any) -> list[Stretch] | None:
+    def _parts(self, dataset: Any, whole: str) -> list[Stretch] | None:
         """Return the stretches of a virtual dataset of whole parts, as of `pack`; else None."""
-        whole, sources = dataset.file.filename, dataset.virtual_sources()
+        sources = dataset.virtual_sources()
         if any(_is_pattern(source) for source in sources):
             return None
         paths = [self._path_of_part(whole, source.file_name) for source in sources]
@@ -252,7 +254,8 @@ class Layout:
             rows = _rows(source, dataset.shape)
             if rows is None or rows.start != end:
                 return None
-            part = self._files[path].file.get(_unescaped(source.dset_name))
+            file = self._files[path].file
+            part = file.get(_unescaped(source.dset_name))
             if not isinstance(part, h5py.Dataset):
                 raise DataFileError(f"{path}: there is no dataset {source.dset_name!r}", path)
             if part.is_virtual or _row_of(part) != _row_of(dataset):
@@ -263,7 +266,7 @@ class Layout:
                     f"{len(rows)} of it",
                     path,
                 )
-            (stretch,) = self._stretches(part)
+            (stretch,) = self._stretches(part, file, path)
             end = rows.stop
             found.append(Stretch(rows.start, end, stretch.dataset))
         return found if end == len(dataset) else None
@@ -280,9 +283,8 @@ class Layout:
         self._inspect(path)
         return path
 
-    def _inspect_raw(self, dataset: Any, raw: str) -> None:
+    def _inspect_raw(self, dataset: Any, path: str, raw: str) -> None:
         """Inspect a file of raw numbers that holds the rows of a dataset."""
-        path = dataset.file.filename
         # As in HDF5: beside the file only if the variable says so, else in the current directory.
         prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace(
             "${ORIGIN}", os.path.dirname(os.path.abspath(path))
