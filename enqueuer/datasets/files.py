@@ -278,14 +278,15 @@ def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator
             raise ValueError(
                 f"{name}, line 1: give columns=(of paths, of labels); the header has {header}"
             )
-        if _exists(name, header[0]) or any(map(_INT.fullmatch, header)):
+        is_row = _exists(name, header[0]) or any(map(_INT.fullmatch, header))
+        if columns is None and is_row:
             raise ValueError(f"{name}, line 1: it must be a header, and {header} looks like a row")
         places = range(len(header)) if columns is None else [*map(header.index, wanted)]
         for row in rows:
             where = f"{name}, line {rows.line_num}"
             if row and len(row) != len(header):
                 raise ValueError(f"{where}: {len(row)} fields, and {len(header)} in the header")
-            fields = [row[place] for place in places] if row else []
+            fields = [row[place].strip() for place in places] if row else []
             if fields and not fields[0]:
                 raise ValueError(f"{where}: the path is empty")
             if fields:
