@@ -324,7 +324,8 @@ def _failure_of(dead: Worker, place: DeathPlace, text: str, death: Death) -> Fai
     """Return the failure of a worker that is not replaced, at the place of its death."""
     error = WorkerDied(text, dead.index, death.exitcode)
     error.__cause__ = death.error
-    return Failure(*place[:2], error, worker=str(dead), running=death.running)
+    running = death.running or place.running
+    return Failure(place.shard, place.number, error, worker=str(dead), running=running)
 
 
 Backend: TypeAlias = Engine[Any]

@@ -304,11 +304,13 @@ class DeathPlace(NamedTuple):
         shard: Index of the shard; of a task, the index of its first element.
         number: Number of the item or the task.
         text: The same in words.
+        running: The only element of the task that the worker had certainly taken; see `Failure`.
     """
 
     shard: int
     number: int
     text: str
+    running: tuple[tuple[int, int], ...] = ()
 
 
 class Restarts:

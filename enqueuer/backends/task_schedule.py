@@ -296,7 +296,8 @@ class TaskSchedule(Generic[W]):
         text = f"task {task}"
         if epoch != order.epoch.number:
             text += " of the next epoch" if ticket is None else f" of epoch {ticket.epoch}"
-        return DeathPlace(index, number, text)
+        is_one = bool(own) and ticket is not None and len(ticket.indices) == 1
+        return DeathPlace(index, number, text, ((0, number),) if is_one else ())
 
     def resume(self, dead: W, successor: W, order: TaskOrder, late: Sequence[Failure] = ()) -> None:
         """Have a new worker do the tasks of a dead one; see `ShardSchedule.resume`."""

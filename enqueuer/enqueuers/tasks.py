@@ -364,9 +364,9 @@ class TaskEpoch(EpochWork):
         unread = self._unread
         if unread is not None and unread.number == failure.number:
             return unread
-        error, source = failure.error, self._source
-        is_known = failure.running or (source.batch_size is None and source.path_of(failure.shard))
-        if not (is_known and isinstance(error, WorkerDied)):
+        error = failure.error
+        ran = self._ran(failure)
+        if not (ran and self._source.path_of(ran[0]) and isinstance(error, WorkerDied)):
             return failure
         # In the message as well, as Python 3.10 shows no notes.
         died = WorkerDied(f"{error} It ran {self._what(failure)}.", error.worker, error.exitcode)
@@ -382,14 +382,24 @@ class TaskEpoch(EpochWork):
             return f"while the elements of {task} were read"
         return f"in {failure.worker}, {task}, {self._what(failure)}"
 
+    def _ran(self, failure: Failure) -> list[int]:
+        """Return the elements that a worker that died was running, as far as that is known."""
+        tickets = _tasks_of(self._run.backend).results.tickets
+        found: list[int] = []
+        for at, number in failure.running:
+            if number in tickets:
+                indices = tickets[number].indices
+                # Below 0, all of them are fetched or stacked.
+                found += indices if at < 0 else indices[at : at + 1]
+        return found
+
     def _what(self, failure: Failure) -> str:
         """Return the element at which a task failed, or those at one of which it did."""
         indices: Sequence[int] = [failure.shard]
         tickets = _tasks_of(self._run.backend).results.tickets
         if isinstance(failure.error, WorkerDied) and failure.number in tickets:
-            run = [tickets[n].indices[at] for at, n in failure.running if at >= 0 and n in tickets]
             # The worker may have died at any of the elements.
-            indices = run or tickets[failure.number].indices
+            indices = self._ran(failure) or tickets[failure.number].indices
         paths = self._source.path_of
         if len(indices) == 1:
             return f"element {indices[0]}{paths(indices[0])}"

@@ -68,9 +68,13 @@ class Watch:
     def noted(self, number: int, elements: Iterable[Any]) -> Iterator[Any]:
         """Yield the elements of a task, each of which runs until the next one is asked for."""
         write = self._writer()
-        for place, element in enumerate(elements):
-            write(1, place, number)
-            yield element
+        try:
+            for place, element in enumerate(elements):
+                self._own.what = place, number
+                write(1, place, number)
+                yield element
+        finally:
+            write(0, 0, number)
 
     def _writer(self) -> Callable[[int, int, int], None]:
         own = self._own

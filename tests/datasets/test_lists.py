@@ -1,5 +1,6 @@
 """Finding files, reading lists of them, and loading these."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import LIMIT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -113,6 +115,8 @@ def test_a_table_has_a_header(tmp_path, separator):
     assert found == [(str(tmp_path / first), 3), (str(tmp_path / "c.png"), 5)]
     path.write_text("file\na.png\n")
     assert read_list(path) == [(str(tmp_path / "a.png"), None)]
+    path.write_text("2019, file\n8, a.png\n")
+    assert read_list(path, columns=("file", "2019")) == [(str(tmp_path / "a.png"), 8)]
 
 
 @pytest.mark.parametrize(
@@ -347,6 +351,32 @@ def test_a_worker_that_dies_names_the_file(start_method, options):
     assert re.search(says, str(caught.value))
     assert "137.bin" in caught.value.__notes__[-1]
     assert str(caught.value).count(".bin") <= 2
+
+
+async def dies_at_7(path):
+    if path == "7":
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    await asyncio.sleep(LIMIT)
+
+
+def test_a_worker_of_coroutines_that_dies_names_the_files():
+    paths = [*map(str, range(16))]
+    with OrderedEnqueuer(paths, dies_at_7, workers=1, backend="process") as enqueuer:
+        with pytest.raises(WorkerDied, match=r"It ran one of the elements .*7 \('7'\)"):
+            list(enqueuer)
+
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_without_a_task_names_no_file():
+    backend = Processes(initializer=dies)
+    with OrderedEnqueuer(["a.jpg"], len, workers=1, backend=backend) as enqueuer:
+        with pytest.raises(WorkerDied) as caught:
+            list(enqueuer)
+    assert "It ran" not in str(caught.value)
 
 
 def test_a_long_text_is_named_in_short():
