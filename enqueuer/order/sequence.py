@@ -59,7 +59,7 @@ class ShardOrder(EpochOrder):
 
     Args:
         epoch: The epoch, or its rest.
-        shards: All shards.
+        shards: The shards of later epochs.
         ordered: Whether it is one item of each shard in turn.
         recent: How many of the last states of an iterator are remembered.
 
@@ -165,12 +165,8 @@ class ShardOrder(EpochOrder):
         again: dict[int, int] = {}
         for item in ready:
             again.setdefault(item[0], item[1])
-        shards = self.in_turn()
-        # Turns go by index, so each shard gets its turn back.
-        if again:
-            shards = sorted({*shards, *again})
-            at = shards.index(next(iter(again)))
-            shards = shards[at:] + shards[:at]
+        # Those of what is ready get their turns back; the others had none since.
+        shards = dict.fromkeys([*again, *self.in_turn()])
         numbers = {shard: again.get(shard, self.numbers[shard]) for shard in shards}
         starts = {shard: self._start_of(shard, number) for shard, number in numbers.items()}
         if self.ordered:

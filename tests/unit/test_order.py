@@ -285,6 +285,22 @@ def test_what_comes_before_a_position_is_done():
     assert [order.is_before(*place, position) for place in places] == [True, False, True]
 
 
+@given(st.permutations(range(4)), st.integers(0, 9), st.integers(0, 9))
+def test_what_is_ready_gets_its_turns_back(shards, takes, kept):
+    """Also where turns do not go by index, as after a merge of ranks at different steps."""
+    order = ShardOrder(Epoch(0, dict.fromkeys(shards, Start())), range(4), True)
+    items = []
+    for _ in range(takes):
+        items.append(Item(order.turn(), order.numbers[order.turn()], None))
+        order.take(items[-1:])
+    ready = items[max(0, takes - kept) :]
+    again = ShardOrder(order.position(ready), range(4), True)
+    for item in ready:
+        assert again.turn() == item.shard
+        again.take([item])
+    assert again.in_turn() == order.in_turn()
+
+
 def test_open_shards_go_to_ranks_in_the_order_of_their_turns():
     state = {"kind": "GeneratorEnqueuer", "version": 1, "epoch": 0, "shards": 4, "ended": [3]}
     state |= {"rank": None, "world_size": None, "positions": [[2, 1], [0, 2], [1, 2]]}
