@@ -386,7 +386,7 @@ class EpochReader:
         return False
 
     def _keep(self, backend: Backend, items: Sequence[ItemTuple]) -> bool:
-        """Keep items of the backend; return whether it is time for what `note` says."""
+        """Keep items of the backend; return whether it is time for what `_note` says."""
         # Another thread may take some as soon as they are ready.
         run, count, order = self.run, len(items), self._order
         if run.meter.trace is not None:

@@ -1,7 +1,7 @@
 """The protocols of a workload, which knows the data: shards of a generator, or tasks of elements.
 
 A `Workload` lives as long as its enqueuer; it never waits and has no lock. For each epoch it makes
-an `EpochWork`, which knows how far the epoch has come.
+an `EpochWork`, whose order knows how far the epoch has come.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ An epoch is one run through the source. It consists of items with numbers:
                 shard, number 0, whose items may be made in any order
     ticket      the order to do one task; it has the number of the task
     turn        what must be taken next: a shard, or a task; ANY if all will do
+    position    a place between two items, as an `Epoch` of what is left: the rest
     share       the shards that a rank has of an epoch, if what was left of it was divided anew, as
                 positions of other ranks were merged
     place       the index of an element in the order of the epoch, over all ranks
@@ -25,7 +26,8 @@ Numbers of one shard, or of all tasks:
                 ^           the position: `Start.number` is 6, and `left_out` is 2
                     ^       the next number that is taken
 
-A number has a `Stage`, which changes by `CHANGES`, and by nothing else. Besides:
+An item has a `Stage`, which changes by `CHANGES`. A position of shards counts what was left out
+behind it as of the rest; `done` of tasks keeps it. Besides:
 
     done        a task of a later number than one that is not done was given, or left out
     ended       a shard has no turn any more. When none has, the epoch is done
@@ -49,12 +51,12 @@ What holds:
 
 What is left, if something ends early:
 
-    a worker that died      the shards that it ran, from their positions on. Of tasks: those that
-                            have no result and that no living worker has
+    a worker that died      the shards that it ran, with what is ready counted as taken. Of tasks:
+                            those that have no result and that no living worker has
     another set of workers  the position, with what is ready counted as taken; all tickets
     an error that is raised what comes before it is given; the item that failed is of the rest
     `stop()`                the position, with what is ready in the rest
-    `epochs=n`              no epoch follows that with number n - 1
+    `epochs=n`              no epoch begins early after that with number n - 1
     `first_item`            the same position: the shard begins there, and makes no item again
 """
 

@@ -125,7 +125,8 @@ class Epoch:
         starts: Start of each shard that is still to be run, in the order of their turns; None if
             all begin with their first item. Tasks count as shard 0.
         done: Numbers of later tasks that are done already.
-        share: Shards of this rank, if what was left was divided anew, or that have ended.
+        share: Shards of this rank, those that have ended included, if what was left was divided
+            anew; None: it has every n-th shard.
         division: The place from which on the elements were divided anew, and the later places that
             were done before; None: all elements are divided.
         left_out: Number of tasks before this position that gave nothing to the loop.

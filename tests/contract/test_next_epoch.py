@@ -608,7 +608,7 @@ def test_earlier_epochs_are_forgotten(backend, count):
         kinds = [type(thing) for thing in gc.get_objects()]
         assert kinds.count(TaskEpoch) <= 2
         assert kinds.count(ElementReader) <= 2
-        assert len(core_of(enqueuer).run.backend.tasks.tickets()) <= 12
+        assert outstanding(enqueuer) <= 12
 
 
 # --- the option itself ---

@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21243
-MOST_TOKENS = 182077
+MOST_CODE_LINES = 21256
+MOST_TOKENS = 182216
 MOST_FILES = 111
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
