@@ -196,7 +196,7 @@ class Actor:
             )
         else:
             message = (
-                f"{self} died; the items that it had sent were delivered. {self.why} Unless you "
+                f"{self} died; the items that had arrived were delivered. {self.why} Unless you "
                 "killed it, likely causes are a lack of memory on its node, os._exit, or a crash "
                 "in a library that the generator uses."
             )
