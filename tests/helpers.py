@@ -29,7 +29,7 @@ from enqueuer import BatchTimeout
 from enqueuer.backends.job import HAS_FORKSERVER
 from enqueuer.enqueuers.options import Options
 
-LIMIT = 30.0  # seconds; generous: only a hang reaches it
+LIMIT = 60.0  # seconds; generous: only a hang reaches it, also beside six other programs
 LARGE_ROWS = 3000  # of 8 bytes: so large a batch crosses in shared memory
 
 
@@ -922,8 +922,10 @@ class Screen:
         return self.written.decode()
 
     def wait_for(self, pattern):
-        """Wait until something was written; fail if that does not come."""
-        wait_until(lambda: re.search(pattern, self.text()))
+        """Wait until something was written; fail with what is there if that does not come."""
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: re.search(pattern, self.text()))
+        assert re.search(pattern, self.text()), self.text()
 
 
 @contextlib.contextmanager

@@ -103,7 +103,8 @@ def test_demo_of_a_seed_is_the_same_training_with_any_workers(tmp_path):
 def test_interrupted_demo_leaves_nothing(tmp_path, number, exit_code, to_group):
     with terminal() as screen:
         before = f"os.dup2(os.open({os.ttyname(screen.fileno())!r}, os.O_RDWR | os.O_NOCTTY), 2)"
-        with Program(tmp_path, command("demo", "--epochs", "500", before=before)) as program:
+        endless = command("demo", "--epochs", "500", "--workers", "1", before=before)
+        with Program(tmp_path, endless) as program:
             screen.wait_for(r"[1-9]\d*/\d+ \[")
             assert os.listdir(program.temporary) != []
             # A terminal sends Ctrl-C to the workers, too.
