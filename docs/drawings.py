@@ -245,9 +245,9 @@ def stages_of_an_item() -> Drawing:
     """Draw the table of `enqueuer.order`."""
     drawing = Drawing("The stages of an item, or of a task, on its way to the loop", 760, 190)
     grid = {
-        Stage.REST: (10, 20, 180),
+        Stage.PENDING: (10, 20, 180),
         Stage.READY: (260, 20, 185),
-        Stage.GIVEN: (515, 20, 235),
+        Stage.DELIVERED: (515, 20, 235),
         Stage.LEFT_OUT: (10, 125, 240),
     }
     boxes = {stage: drawing.box(*place, stage.name, stage.value) for stage, place in grid.items()}

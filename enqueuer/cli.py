@@ -187,19 +187,19 @@ def _pack(options: argparse.Namespace) -> int:
     from enqueuer.datasets.hdf5 import pack
     from enqueuer.datasets.hdf5.pack import is_refusal
 
-    given = vars(options).copy()
+    arguments = vars(options).copy()
     for name in ("command", "run", "source", "dry_run"):
-        del given[name]
+        del arguments[name]
     # The others have the names of the arguments of `pack`.
-    given["batched"] = not given.pop("samples")
-    given["random_seed"] = given.pop("seed")
-    given["progress"] = not given.pop("quiet")
+    arguments["batched"] = not arguments.pop("samples")
+    arguments["random_seed"] = arguments.pop("seed")
+    arguments["progress"] = not arguments.pop("quiet")
     source = load_source(*options.source)
     try:
         if options.dry_run:
-            print("\n".join(map(printable, _dry_run(source, given))))
+            print("\n".join(map(printable, _dry_run(source, arguments))))
             return 0
-        rows = pack(source, **given)
+        rows = pack(source, **arguments)
     except (TypeError, ValueError) as error:
         # An error of the source itself needs its traceback.
         if not is_refusal(error):
@@ -212,15 +212,15 @@ def _pack(options: argparse.Namespace) -> int:
     return 0
 
 
-def _dry_run(source: Any, given: dict[str, Any]) -> Iterator[str]:
+def _dry_run(source: Any, arguments: dict[str, Any]) -> Iterator[str]:
     """Pack the first batch alone, to a temporary folder, and yield a description of the file."""
     from enqueuer.datasets.hdf5 import describe, pack
     from enqueuer.datasets.hdf5.pack import as_shards, check_target
 
-    target = Path(given["path"])
-    opens, shards = as_shards(source, given["shards"])
-    check_target(target, given["merge"])
-    seed = fresh_seed() if given["random_seed"] is None else given["random_seed"]
+    target = Path(arguments["path"])
+    opens, shards = as_shards(source, arguments["shards"])
+    check_target(target, arguments["merge"])
+    seed = fresh_seed() if arguments["random_seed"] is None else arguments["random_seed"]
     items = opens.open(Shard(0, shards, 0, seed))
     first = next((item for item in items if item is not None), None)
     if first is None:
@@ -229,12 +229,12 @@ def _dry_run(source: Any, given: dict[str, Any]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, target.name)
         alone = {"path": path, "shards": None, "merge": True, "progress": False}
-        rows = pack([first], **given | alone)
+        rows = pack([first], **arguments | alone)
         found = describe(path)
     parts = target.with_name(target.name + ".parts")
     resumes = f"; resumes with {parts}" if parts.exists() else ""
     yield (
-        f"{target}: would be written by {pluralize(given['workers'], 'worker')}, "
+        f"{target}: would be written by {pluralize(arguments['workers'], 'worker')}, "
         f"{pluralize(shards, 'shard')}{resumes}; the first item has {rows} rows"
     )
     yield from _table_of(found)

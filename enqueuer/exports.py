@@ -152,7 +152,7 @@ def _metrics(stats: Stats) -> Iterator[_Metric]:
         ("worker_rss_bytes", "gauge", "Memory of a worker's process", "rss_bytes"),
     ):
         found = [(labels, getattr(worker, field)) for labels, worker in workers]
-        yield name, kind, text, [("", own, value) for own, value in found if value is not None]
+        yield name, kind, text, [("", pairs, value) for pairs, value in found if value is not None]
     times = [
         ("", labels | {"on": on}, getattr(worker, f"{on}_s"))
         for labels, worker in workers
@@ -164,11 +164,11 @@ def _metrics(stats: Stats) -> Iterator[_Metric]:
 def _waits(stats: Stats) -> list[tuple[str, dict[str, str], float]]:
     """Return the values of the histogram of waits, none of which ever decreases."""
     counts = {
-        most: sum(count for length, count in stats.waits.items() if length <= float(most))
-        for most in _BUCKETS_S
+        bound: sum(count for length, count in stats.waits.items() if length <= float(bound))
+        for bound in _BUCKETS_S
     }
     return [
-        *(("_bucket", {"le": most}, count) for most, count in counts.items()),
+        *(("_bucket", {"le": bound}, count) for bound, count in counts.items()),
         ("_sum", {}, stats.waiting_s),
         ("_count", {}, counts["+Inf"]),
     ]

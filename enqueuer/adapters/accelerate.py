@@ -56,11 +56,11 @@ def prepare_data_loader(accelerator: Any, loader: DataLoader) -> Any:
             "create it with DataLoaderConfiguration(dispatch_batches=False)"
         )
     base = prepared.base_dataloader
-    own = loader.rebuilt(base.dataset, **_order_of(base))
-    prepared.base_dataloader = own
+    ours = loader.rebuilt(base.dataset, **_order_of(base))
+    prepared.base_dataloader = ours
     # So accelerate saves and loads the position of the loader.
     prepared.use_stateful_dataloader = True
-    prepared.dl_state_dict = own.state_dict()
+    prepared.dl_state_dict = ours.state_dict()
     return prepared
 
 

@@ -46,7 +46,7 @@ torch = framework("torch", "torch", "2.1")
 # Batches beside those in the queue: the thread holds one, and the loop another one.
 _NOT_QUEUED = 2
 # Batches whose copies may be unfinished: one runs, and the next is queued.
-_MOST_COPYING = 2
+_MAX_COPYING = 2
 
 # Classes whose instances can be copied as plain memory.
 PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -372,7 +372,7 @@ class Transfer:
                 # Copies that were queued before an exception read the host memory as well.
                 event = self._device.record()
                 self._copying.append((event, copies))
-        self._release(_MOST_COPYING - 1)
+        self._release(_MAX_COPYING - 1)
         return Copied(moved, event, number, copies.is_whole)
 
     def _wait_until_used(self, number: int) -> None:
@@ -380,9 +380,9 @@ class Transfer:
         while self._used and self._used[0][0] <= number:
             self._used.popleft()[1].synchronize()
 
-    def _release(self, most: int) -> None:
-        """Release the host memory of finished copies; wait until at most `most` are unfinished."""
-        while self._copying and (len(self._copying) > most or self._copying[0][0].query()):
+    def _release(self, limit: int) -> None:
+        """Release the host memory of finished copies; wait until at most `limit` are unfinished."""
+        while self._copying and (len(self._copying) > limit or self._copying[0][0].query()):
             event, copies = self._copying.popleft()
             event.synchronize()
             for buffer in copies.buffers:
@@ -408,7 +408,7 @@ class Transfer:
         return batch
 
 
-@checks.tells_options
+@checks.suggests_options
 class CudaDataLoader(TrainerNames, Loader[Any]):
     """A loader whose batches are on the GPU already when the loop asks for them.
 
@@ -488,7 +488,7 @@ class CudaDataLoader(TrainerNames, Loader[Any]):
         ranks = Ranks(rank, world_size)
         if isinstance(loader, BaseEnqueuer):
             loader = ranks.part_of(loader)
-        elif ranks.is_given:
+        elif ranks.is_explicit:
             raise TypeError(
                 f"rank and world_size are for an enqueuer, and the loader is {loader!r}; give "
                 "them to the loader that makes its batches"

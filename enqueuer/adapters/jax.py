@@ -21,7 +21,7 @@ __all__ = ["JaxLoader"]
 jax: Any = framework("jax", "jax", "0.4.26")
 
 
-@checks.tells_options
+@checks.suggests_options
 class JaxLoader(Loader[Any]):
     """Batches as JAX arrays on a device, or distributed over several, `queue_size` ahead.
 

@@ -32,7 +32,7 @@ __all__ = ["EnqueuerDataset"]
 _HELD = 2
 
 
-@checks.tells_options
+@checks.suggests_options
 class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-defined]  # Any
     """An enqueuer as a `keras.utils.PyDataset`; an epoch of Keras is an epoch of the enqueuer.
 
@@ -82,7 +82,7 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         # Indices that Keras has read in this pass.
         self._indices: set[int] = set()
         # Number of batches of the epoch in this pass, and these batches while they are few.
-        self._given = 0
+        self._delivered = 0
         self._held: list[Any] = []
         # Batches that are given again.
         self._inspected: collections.deque[Any] = collections.deque()
@@ -123,8 +123,8 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
             if self._inspected:
                 return self._inspected.popleft()
             batch = self._take()
-            self._given += 1
-            if self._given <= _HELD:
+            self._delivered += 1
+            if self._delivered <= _HELD:
                 self._held.append(batch)
             else:
                 self._held.clear()
@@ -137,10 +137,10 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
     def on_epoch_end(self) -> None:
         """Note that Keras has ended an epoch, or has inspected batches."""
         with self._lock:
-            if self._in_epoch and self._given - len(self._inspected) >= len(self):
-                self._given = 0
+            if self._in_epoch and self._delivered - len(self._inspected) >= len(self):
+                self._delivered = 0
             # The model was trained with these batches.
-            if self._given == 0 or (self._in_epoch and self._asker is None):
+            if self._delivered == 0 or (self._in_epoch and self._asker is None):
                 self._held.clear()
             self._in_epoch = self._is_new = False
 
@@ -165,13 +165,13 @@ class EnqueuerDataset(Loader[Any], keras.utils.PyDataset):  # type: ignore[name-
         self._inspector = None if self._is_new else threading.get_ident()
         self._asker, self._is_new = None, False
         self._indices.clear()
-        was_inspection = self._given == len(self._held)
+        was_inspection = self._delivered == len(self._held)
         self._inspected = collections.deque(self._held if was_inspection else ())
         if self._inspected:
             return
-        if 0 < self._given < len(self):
+        if 0 < self._delivered < len(self):
             self._skip()
-        self._given = 0
+        self._delivered = 0
         self._held.clear()
         if self._batches is None or not self._source.keeps_position:
             self._batches = iter(())

@@ -186,7 +186,7 @@ class Reader(Generic[Batch]):
         # Number of batches that loops were given.
         self._count = 0
         # Whether the last iteration may have been dropped between its last batch and its end.
-        self._is_left = False
+        self._is_at_end = False
 
     # --- what a thread that works ahead does in another way ---
 
@@ -222,13 +222,13 @@ class Reader(Generic[Batch]):
 
     def _parts(self, iteration: int) -> Iterator[Iterator[Batch]]:
         self.is_entered = True
-        count, was_left, self._is_left = self._count, self._is_left, False
+        count, was_left, self._is_at_end = self._count, self._is_at_end, False
         try:
             yield self.read(iteration)
             if was_left and self._count == count and self._has_end():
                 yield self.read(self.next_iteration())
         except GeneratorExit:
-            self._is_left = True
+            self._is_at_end = True
             raise
 
     def _has_end(self) -> bool:
@@ -265,7 +265,7 @@ class Reader(Generic[Batch]):
                 raise
         elif not self._is_owner or self.is_started:
             return
-        # Otherwise an exception has ended the start that was to come here.
+        # A start that was to come here may have been ended by an exception.
         self.epochs.begin()
         self.is_started = True
 
@@ -289,7 +289,7 @@ class Reader(Generic[Batch]):
             self.is_started = True
             raise
         self.epochs.end()
-        self._is_left = False
+        self._is_at_end = False
         self._claim.detach()
 
     # --- another position ---
@@ -299,7 +299,7 @@ class Reader(Generic[Batch]):
 
         def load() -> None:
             self.epochs.load_state_dict(state_dict, **options)
-            self._is_left = False
+            self._is_at_end = False
 
         # Libraries begin an iteration to see whether that is possible, and load the position then.
         if self.is_entered:
@@ -326,7 +326,7 @@ class Reader(Generic[Batch]):
             self.start()
             # Libraries begin an iteration before they load a position, and count batches. They
             # save a position before they see the end of an epoch, and begin the next one.
-            self._is_left = True
+            self._is_at_end = True
         self.prepare()
 
 
@@ -340,7 +340,7 @@ class LoaderEpochs:
         has_steps: Whether the steps of this, or of a Loader within, are counted.
         steps: Number of batches in an epoch; None: as many as the loader gives.
         step: Number of batches of this epoch that were given; always 0 without `steps`.
-        given: Position after the last batch that the loop was given, if a thread has read on
+        delivered: Position after the last batch that the loop was given, if a thread has read on
             since; None: that of the loader.
     """
 
@@ -354,7 +354,7 @@ class LoaderEpochs:
         self.has_steps: bool = steps is not None or (within is not None and within.has_steps)
         self.keeps_position = isinstance(self.source, (BaseEnqueuer, Iterator))
         self.step = 0
-        self.given: dict[str, Any] | None = None
+        self.delivered: dict[str, Any] | None = None
         # Step at which the next start begins: that of a loaded position, or 0.
         self._first_step = 0
 
@@ -416,7 +416,7 @@ class LoaderEpochs:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loop's position in the loader, and the step of the epoch."""
-        return self.given or self._read_so_far()
+        return self.delivered or self._read_so_far()
 
     def position(self) -> dict[str, Any] | None:
         """Return the loader's position, or None if it has none."""
@@ -435,7 +435,7 @@ class LoaderEpochs:
                 raise ValueError(f"step must be <= steps_per_epoch={self.steps}, got {step}")
         self.loader.load_state_dict(state, **options)
         self.step = self._first_step = step
-        self.given = None
+        self.delivered = None
 
 
 def is_idle(loader: object) -> bool:
@@ -497,18 +497,18 @@ class PrefetchReader(Reader[Batch]):
         self._make = make
         # Enqueuer that runs the thread of the epoch, and number of its batches that were given.
         self._thread: GeneratorEnqueuer[Any] | None = None
-        self._given = 0
+        self._delivered = 0
         # Number of the iteration for which the thread was made.
         self._since = 0
 
     def prepare(self) -> None:
         """See `Reader`."""
         epochs = self.epochs
-        if not epochs.keeps_position or self._given == epochs.steps:
+        if not epochs.keeps_position or self._delivered == epochs.steps:
             # The loader cannot be iterated before the thread has ended.
             self.end_reading(threading.TIMEOUT_MAX)
         if self._thread is None:
-            self._thread, self._given, self._since = self._make(), 0, self.iteration
+            self._thread, self._delivered, self._since = self._make(), 0, self.iteration
             # Any other loader draws the random numbers of an epoch when it is iterated over.
             # Libraries begin an iteration and drop it, and the thread would have drawn them by
             # then, or not.
@@ -516,7 +516,7 @@ class PrefetchReader(Reader[Batch]):
                 self._start_thread(self._thread)
 
     def _start_thread(self, thread: GeneratorEnqueuer[Any]) -> None:
-        self.epochs.given = self.epochs.position()
+        self.epochs.delivered = self.epochs.position()
         thread.start()
 
     def end_reading(self, timeout: float | None) -> None:
@@ -553,19 +553,19 @@ class PrefetchReader(Reader[Batch]):
                 # The thread ends after its batch, and this does not wait for it.
                 run.close()
             raise
-        # Otherwise another iterator has come to the end of this epoch.
+        # If there is another thread, another iterator has come to the end of this epoch.
         if thread is self._thread:
             self.end_reading(None)
-            self.epochs.given = None
+            self.epochs.delivered = None
 
     def _received(self, result: tuple[Any, dict[str, Any] | None]) -> Batch:
         changed, position = result
         if not isinstance(changed, Raised):
-            self.epochs.given = position
-            self._given += 1
+            self.epochs.delivered = position
+            self._delivered += 1
             return self.converted(changed)
         self.end_reading(None)
-        self.epochs.given = None
+        self.epochs.delivered = None
         changed.reraise()
 
 
@@ -586,7 +586,7 @@ def _changed(
                 position = epochs.position()
                 with of_batch():
                     changed = change(batch)
-                # Otherwise the batch keeps its memory while the loop is busy.
+                # Without this, the batch keeps its memory while the loop is busy.
                 del batch
                 yield changed, position
                 del changed

@@ -187,7 +187,7 @@ class StagingPool:
     def give_back(self, buffer: Any) -> None:
         """Take back a buffer whose copies are done."""
         self._free.append(buffer)
-        del self._free[:-_MOST_FREE]
+        del self._free[:-_MAX_FREE]
 
     def _take(self, size: int) -> Any:
         fitting = [b for b in self._free if size <= b.numel() <= 4 * size + _PAGE]
@@ -204,5 +204,5 @@ def pinned_like(tensor: Any) -> Any:
 
 
 _PAGE = 4096
-_MOST_FREE = 64
+_MAX_FREE = 64
 PINS = Pins(Cuda())

@@ -57,12 +57,12 @@ class Ranks:
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         if (rank is None) != (world_size is None):
             raise ValueError("rank and world_size go together; give both, or neither")
-        self.is_given = rank is not None
-        self._own: tuple[int, int] | None = None
+        self.is_explicit = rank is not None
+        self._place: tuple[int, int] | None = None
         if rank is not None:
-            self._own = checks.rank(rank, world_size)
+            self._place = checks.rank(rank, world_size)
         elif _is_distributed():
-            self._own = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self._place = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
     def part_of(self, enqueuer: BaseEnqueuer[Any]) -> BaseEnqueuer[Any]:
         """Return the enqueuer of this rank: the given one, or a new one like it.
@@ -77,30 +77,30 @@ class Ranks:
                 f"expected a GeneratorEnqueuer or an OrderedEnqueuer, got {enqueuer!r}; "
                 "wrap a generator in GeneratorEnqueuer(...)"
             )
-        own = self._own
+        place = self._place
         core = core_of(enqueuer)
-        if own is None or (core.options.world_size > 1 and not self.is_given):
+        if place is None or (core.options.world_size > 1 and not self.is_explicit):
             return enqueuer
-        if own[1] > 1 and not self.is_given and not core.workload.seed.is_given:
+        if place[1] > 1 and not self.is_explicit and not core.workload.seed.is_explicit:
             raise ValueError(
-                f"torch.distributed has {own[1]} ranks, which must draw from the same seed: give "
+                f"torch.distributed has {place[1]} ranks, which must draw from the same seed: give "
                 "the enqueuer random_seed="
             )
-        if own in ((0, 1), (core.options.rank, core.options.world_size)):
+        if place in ((0, 1), (core.options.rank, core.options.world_size)):
             return enqueuer
         if not core.is_idle:
             raise InvalidState(
-                f"the enqueuer was started, so it cannot become that of rank {own[0]} of "
-                f"{own[1]}; pass one that was not started, or give it rank and world_size yourself"
+                f"the enqueuer was started, so it cannot become that of rank {place[0]} of "
+                f"{place[1]}; pass one that was not started, or give rank and world_size to it"
             )
-        return of_rank(enqueuer, *own)
+        return of_rank(enqueuer, *place)
 
     def check(self, loader: object) -> None:
         """Raise InvalidState if an enqueuer has no rank, but `torch.distributed` has several now.
 
         Each rank would make all of the batches.
         """
-        if self._own is not None or not isinstance(loader, BaseEnqueuer):
+        if self._place is not None or not isinstance(loader, BaseEnqueuer):
             return
         if core_of(loader).options.world_size > 1 or not _is_distributed():
             return
@@ -227,17 +227,17 @@ def gather_state(loader: Any, group: Any = None) -> dict[str, Any]:
     return merge_states(_gathered("gather_state", loader.state_dict(), group).values())
 
 
-def _gathered(name: str, own: T, group: Any) -> dict[int, T]:
+def _gathered(name: str, value: T, group: Any) -> dict[int, T]:
     """Return the values of all ranks of a group, by their ranks, for a function of this name."""
     if not _is_distributed():
-        return {0: own}
+        return {0: value}
     distributed = torch.distributed
     group = distributed.group.WORLD if group is None else group
     if distributed.get_rank(group) < 0:
         raise ValueError(f"this rank is not in the group; call {name}() on its ranks only")
     ranks = distributed.get_process_group_ranks(group)
     found: list[Any] = [None] * len(ranks)
-    distributed.all_gather_object(found, own, group=group)
+    distributed.all_gather_object(found, value, group=group)
     return dict(zip(ranks, found, strict=True))
 
 
@@ -316,6 +316,6 @@ def _set_epoch(loader: Loader[Any], enqueuer: BaseEnqueuer[Any], epoch: int) -> 
                 "at another epoch; call its stop() first, or let the loader start it"
             )
         begin_at(core, epoch)
-        reader.epochs.given = None
+        reader.epochs.delivered = None
 
     reader.restart(change)

@@ -78,7 +78,7 @@ def as_dataset(
     if steps_per_epoch is not None:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps_per_epoch))
     options = tf.data.Options()
-    # Otherwise TensorFlow adds a prefetch() by itself, and each `break` loses a batch.
+    # Without this, TensorFlow adds a prefetch() by itself, and each `break` loses a batch.
     options.experimental_optimization.inject_prefetch = False
     dataset = dataset.with_options(options)
     # Datasets hold those that they are made of, and iterators hold their dataset.
@@ -95,16 +95,16 @@ class _Passes:
         self._reader = reader_of(Loader[Any](loader, steps_per_epoch))
         # The batch that the signature was taken from, until it is given, and the following ones.
         self._first: list[Any] = []
-        self._rest: Iterator[Any] | None = None
+        self._remaining: Iterator[Any] | None = None
         # When TensorFlow starts it later, an exception would become an error of TensorFlow.
         self._reader.start()
         self.output_signature = output_signature
         if output_signature is not None:
             return
-        rest = _pass(self._reader.epochs)
-        for batch in rest:
+        remaining = _pass(self._reader.epochs)
+        for batch in remaining:
             self.output_signature = _signature(batch, "")
-            self._first, self._rest = [batch], rest
+            self._first, self._remaining = [batch], remaining
             return
         raise ValueError(
             "there is no batch to take the signature from, as the first epoch is empty; "
@@ -117,8 +117,8 @@ class _Passes:
         A thread of TensorFlow iterates. It may wait for a batch when the dataset is dropped. Then
         this object ends, stops the workers, and so wakes that thread.
         """
-        rest, self._rest = self._rest or _pass(self._reader.epochs), None
-        batches = itertools.chain(_emptied(self._first), rest, _end(weakref.ref(self)))
+        remaining, self._remaining = self._remaining or _pass(self._reader.epochs), None
+        batches = itertools.chain(_emptied(self._first), remaining, _end(weakref.ref(self)))
         return map(functools.partial(_fitted, spec=self.output_signature), batches)
 
 
@@ -136,7 +136,7 @@ def _pass(epochs: LoaderEpochs) -> Iterator[Any]:
         for batch in epochs:
             is_empty = False
             yield batch
-            # Otherwise the batch stays alive during the wait for the next one.
+            # Without this, the batch stays alive during the wait for the next one.
             del batch
         # Keras counts the batches of a pass, and begins the next one before it has seen the end of
         # this one. Then the pass is empty, and the next epoch is meant.
@@ -190,7 +190,7 @@ def _fitted(value: Any, spec: Any, where: str = "") -> Any:
         if not isinstance(value, (tuple, list)) or len(value) != len(spec):
             raise _misfit(value, spec, where)
         pairs = zip(value, spec, strict=True)
-        parts = [_fitted(part, own, f"{where}[{i}]") for i, (part, own) in enumerate(pairs)]
+        parts = [_fitted(part, like, f"{where}[{i}]") for i, (part, like) in enumerate(pairs)]
         return type(spec)(*parts) if hasattr(spec, "_fields") else tuple(parts)
     # TensorFlow itself checks ragged and sparse values.
     if not isinstance(spec, tf.TensorSpec):

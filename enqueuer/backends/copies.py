@@ -36,11 +36,11 @@ _KINDS = frozenset(
     }
 )
 # Objects that are looked at. A source of many objects is not followed to its end.
-_MOST_OBJECTS = 2000
+_MAX_OBJECTS = 2000
 # Members by which the kind of a list is known.
 _FEW = 5
 # Objects whose values are compared at the beginning of each epoch.
-_MOST_WATCHED = 200
+_MAX_WATCHED = 200
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 # Our DataLoader leaves the seeds to `worker_init_fn`; all iterators of Hugging Face begin alike.
 _UNSEEN = ("enqueuer.adapters.", "enqueuer.monitoring.", "datasets.")
@@ -115,7 +115,7 @@ def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
     with contextlib.suppress(Exception):
         if isinstance(source, TaskSource) and source.is_finite:
             found["the length of the sequence"] = source.length, 0
-    for path, value in islice(_reached(source), _MOST_WATCHED):
+    for path, value in islice(_reached(source), _MAX_WATCHED):
         if _is_plain(value) or (_is_array(value) and _owns_memory(value)):
             seen = digest(value)
             if seen is not None:
@@ -143,17 +143,17 @@ def _owns_memory(array: Any) -> bool:
 
 def _reached(source: Source | TaskSource) -> Iterator[Step]:
     """Yield each object that travels with a source, and the shortest path to it."""
-    left: deque[Step] = deque(_roots_of(source))
+    pending: deque[Step] = deque(_roots_of(source))
     # The objects are kept with their ids, which the next ones could get otherwise.
     seen: dict[int, object] = {}
-    while left and len(seen) < _MOST_OBJECTS:
-        path, value = left.popleft()
+    while pending and len(seen) < _MAX_OBJECTS:
+        path, value = pending.popleft()
         if id(value) not in seen:
             seen[id(value)] = value
             yield path, value
             # Of a class of an extension module it may be no text.
             if not str(type(value).__module__).startswith(_UNSEEN):
-                left.extend((path + step, part) for step, part in referred_by(value))
+                pending.extend((path + step, part) for step, part in referred_by(value))
 
 
 def _is_open_file(value: Any) -> bool:
@@ -195,4 +195,4 @@ def _is_generator(value: object) -> bool:
     drawn = random.random, getattr(sys.modules.get("numpy.random"), "random", None)
     known = [getattr(function, "__self__", None) for function in drawn]
     known.append(getattr(sys.modules.get("torch"), "default_generator", None))
-    return not any(value is one for one in known)
+    return not any(value is known_one for known_one in known)

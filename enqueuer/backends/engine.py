@@ -261,7 +261,7 @@ class Engine(Generic[W]):
             str(new),
             place.text,
             restarts.count,
-            restarts.most,
+            restarts.limit,
         )
         return new
 
@@ -355,10 +355,10 @@ def load(name: str, job: Job, restarts: Restarts, loop_meter: LoopMeter) -> Back
     # Items keep their places until the loop has used them, so it takes at most half of them. With a
     # bound in bytes there may be few places, and a trace records when each item was asked for.
     is_measured = job.max_queue_bytes is not None
-    most = 1 if is_measured or job.trace is not None else max(1, job.max_queue_size // 2)
+    limit = 1 if is_measured or job.trace is not None else max(1, job.max_queue_size // 2)
     if isinstance(job.source, TaskSource):
         in_turn = job.workers if job.source.is_round_robin and name != "thread" else 0
-        tasks = TaskSchedule(pool.workers, pool.dispatch, most, is_measured, in_turn)
+        tasks = TaskSchedule(pool.workers, pool.dispatch, limit, is_measured, in_turn)
         return Engine(job, pool, tasks, restarts, loop_meter)
     owners = {shard: worker for worker, plan in enumerate(job.plans()) for shard in plan.shards}
-    return Engine(job, pool, ShardSchedule(pool.workers, owners, most), restarts, loop_meter)
+    return Engine(job, pool, ShardSchedule(pool.workers, owners, limit), restarts, loop_meter)

@@ -161,10 +161,10 @@ class InlineWorker(ThreadSender):
 
     def close(self) -> None:
         """Close the generators, so that their `finally` runs."""
-        rest, self._turns = self._turns, None
-        if rest is not None:
+        unfinished, self._turns = self._turns, None
+        if unfinished is not None:
             with self._globals(), contextlib.suppress(Closed):
-                cast(Any, rest).close()
+                cast(Any, unfinished).close()
         if self._recorder is not None:
             self._recorder.close()
 

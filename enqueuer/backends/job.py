@@ -47,7 +47,7 @@ class Job:
     Attributes:
         source: Source that the user gave; if it is a TaskSource, there are no shards.
         shards: Number of shards, over all ranks.
-        own: Indices of the shards that are run here.
+        rank_shards: Indices of the shards that are run here.
         workers: Number of workers that run them; at most one a shard is started. 0: one runs in
             the loop's own thread.
         random_seed: Seed of the enqueuer.
@@ -55,8 +55,8 @@ class Job:
         max_queue_size: Largest number of finished items that wait, over all workers.
         max_queue_bytes: The same in bytes, or None.
         start_method: "fork", "forkserver" or "spawn"; processes only.
-        are_shards_given: Whether there are as many shards with another number of workers.
-        most_workers: Number of workers that there may be later, if that is more than `workers`.
+        has_fixed_shards: Whether there are as many shards with another number of workers.
+        max_workers: Number of workers that there may be later, if that is more than `workers`.
         threads_per_worker: Number of threads that native libraries may run in each worker process;
             None: its share of the CPUs, or what the environment says.
         has_globals: Whether the workers have global random states of their own, as processes do.
@@ -74,7 +74,7 @@ class Job:
 
     source: Source | TaskSource
     shards: int
-    own: tuple[int, ...]
+    rank_shards: tuple[int, ...]
     workers: int
     random_seed: int
     ordered: bool
@@ -84,8 +84,8 @@ class Job:
     forward_logs: bool | str
     on_error: OnError
     max_restarts: int
-    are_shards_given: bool = False
-    most_workers: int = 0
+    has_fixed_shards: bool = False
+    max_workers: int = 0
     threads_per_worker: int | None = None
     keep_freed_memory: bool = True
     initializer: Initializer | None = None
@@ -118,7 +118,7 @@ class Job:
         if isinstance(source, TaskSource):
             return None
         if isinstance(source, FunctionSource) and source.takes_shard:
-            return len(self.own) if self.are_shards_given else None
+            return len(self.rank_shards) if self.has_fixed_shards else None
         return 1
 
     @property
@@ -128,24 +128,30 @@ class Job:
 
     def share_of(self, cpus: float) -> int:
         """Return the number of CPUs of each worker if they are divided evenly; at least 1."""
-        workers = max(self.workers, self.most_workers)
+        workers = max(self.workers, self.max_workers)
         if not isinstance(self.source, TaskSource):
-            workers = min(workers, len(self.own))
+            workers = min(workers, len(self.rank_shards))
         return max(1, int(cpus) // workers)
 
     def plans(self) -> list[Plan]:
         """Divide the shards: of n workers, worker w gets every n-th from the w-th on."""
         workers = max(1, self.workers)
         if not isinstance(self.source, TaskSource):
-            workers = min(workers, len(self.own))
+            workers = min(workers, len(self.rank_shards))
         return [
-            Plan(self.source, self.own[w::workers], self.shards, self.random_seed, self.on_error)
+            Plan(
+                self.source,
+                self.rank_shards[w::workers],
+                self.shards,
+                self.random_seed,
+                self.on_error,
+            )
             for w in range(workers)
         ]
 
     def quota_of(self, worker: int) -> tuple[int, int | None]:
         """Return the share of a worker of shards in the queue: items, and bytes if these count."""
-        count, size = min(self.workers, len(self.own)), self.max_queue_bytes
+        count, size = min(self.workers, len(self.rank_shards)), self.max_queue_bytes
         share = None if size is None else size // count
         return split_bound(self.max_queue_size, count)[worker], share
 

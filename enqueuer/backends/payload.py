@@ -47,7 +47,7 @@ def pickled_source(
     source: Source | TaskSource,
     on_error: OnError,
     where: str,
-    others: str,
+    ways: str,
     known: dict[str, Any],
     shared: Handover | None = None,
     initializer: Initializer | None = None,
@@ -58,7 +58,7 @@ def pickled_source(
         source: Source that is to be run.
         on_error: Option of the enqueuer.
         where: Destination, in words.
-        others: Options that would not send it, in words.
+        ways: Options that would not send it, in words.
         known: Where the definitions that the workers will have are added, by their ids.
         shared: Keeper of large buffers and of the descriptors of shared objects; None: buffers are
             part of the pickle, and these objects cannot be sent.
@@ -95,11 +95,9 @@ def pickled_source(
                 function = name_of(getattr(value, "function", value))
                 raise SourceNotPicklable(
                     f"{name}={function} cannot be sent to {where}: {error}; "
-                    f"use a function of a module, or {others}"
+                    f"use a function of a module, or {ways}"
                 ) from error
-        raise SourceNotPicklable(
-            _why_not(source, where, others, can_send) + _hint(error)
-        ) from error
+        raise SourceNotPicklable(_why_not(source, where, ways, can_send) + _hint(error)) from error
 
 
 def _hint(error: Exception) -> str:
@@ -184,13 +182,13 @@ class _Pickler(Pickler):
 
 
 def _why_not(
-    source: Source | TaskSource, where: str, others: str, can_send: Callable[[object], bool]
+    source: Source | TaskSource, where: str, ways: str, can_send: Callable[[object], bool]
 ) -> str:
     """Return which part of a source cannot be pickled, and what to do."""
     advice = "pass a generator function that makes its own in the worker"
     if isinstance(source, LiveSource):
         kind = type(source.iterable).__name__
-        return f"a running {kind} cannot be sent to {where}; {advice}, or use {others}"
+        return f"a running {kind} cannot be sent to {where}; {advice}, or use {ways}"
     if isinstance(source, TaskSource):
         advice = "open files and the like in map, in the worker"
         parts = {"map": source.map, "collate": source.collate}
@@ -205,7 +203,7 @@ def _why_not(
             break
     culprits = culprits or "something that it refers to"
     return (
-        f"{what} cannot be sent to {where}: {culprits} cannot be pickled; {advice}, or use {others}"
+        f"{what} cannot be sent to {where}: {culprits} cannot be pickled; {advice}, or use {ways}"
     )
 
 

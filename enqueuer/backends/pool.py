@@ -30,7 +30,7 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats
 from enqueuer.order.messages import Empty, End, Epoch, Failure, ItemTuple, Ticket
 from enqueuer.workers import logs
-from enqueuer.workers.event_loop import ThreadSnapshot
+from enqueuer.workers.threads import ThreadSnapshot
 
 # --- protocols ------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class Inbox(Protocol):
             object until it is removed.
         """
 
-    def take(self, most: int) -> list[ItemTuple]:
+    def take(self, limit: int) -> list[ItemTuple]:
         """Take items as long as they are next: at most so many, and perhaps fewer."""
 
     def remove(self, message: End | Failure | Empty) -> None:
@@ -319,7 +319,7 @@ class Restarts:
     A run has one for all its backends, so that other workers bring no further restarts.
 
     Args:
-        most: Largest number of restarts in a run.
+        limit: Largest number of restarts in a run.
 
     Example:
         >>> restarts, place = Restarts(most=1), DeathPlace(0, 7, "shard 0, item 7")
@@ -331,8 +331,8 @@ class Restarts:
         ' max_restarts=1 is used up; 2 workers died at this very item.'
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._places: list[tuple[int, int]] = []
 
     @property
@@ -343,7 +343,7 @@ class Restarts:
     @property
     def allowed(self) -> bool:
         """Whether another worker may be replaced."""
-        return self.count < self.most
+        return self.count < self.limit
 
     def add(self, place: DeathPlace) -> None:
         """Record that a worker died at a place and was replaced."""
@@ -355,10 +355,10 @@ class Restarts:
         Args:
             place: Place of the death that is reported.
         """
-        if not self.most:
+        if not self.limit:
             return ""
         here = self._places.count(place[:2])
-        text = f" max_restarts={self.most} is used up"
+        text = f" max_restarts={self.limit} is used up"
         if here:
             text += f"; {here + 1} workers died at this very item"
         return f"{text}."
@@ -403,12 +403,12 @@ class Inherited:
 
     Args:
         owner: Process that has the workers.
-        kept: Backends of the parent. They are kept, as their end might do harm here.
+        parents: Backends of the parent. They are kept, as their end might do harm here.
     """
 
-    def __init__(self, owner: int, kept: object) -> None:
+    def __init__(self, owner: int, parents: object) -> None:
         self._owner = owner
-        self._kept = kept
+        self._parents = parents
 
     def close(self) -> None:
         """Do nothing: the workers are the parent's."""

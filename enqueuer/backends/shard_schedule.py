@@ -28,7 +28,7 @@ class ShardSchedule(Generic[W]):
     Args:
         workers: The workers, by their indices; the engine replaces those that died.
         owners: Index of the worker that runs each shard.
-        most: Most items to take at once.
+        limit: Most items to take at once.
 
     Example:
         >>> from enqueuer.order.messages import Item, Start
@@ -44,14 +44,14 @@ class ShardSchedule(Generic[W]):
         >>> order = ShardOrder(Epoch(0, starts), range(2), ordered=True)
         >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
         (True, 'shard 0, item 5')
-        >>> order.ended(0); schedule.next_step(order)
+        >>> order.is_over(0); schedule.next_step(order)
         True
     """
 
-    def __init__(self, workers: list[W], owners: Mapping[int, int], most: int) -> None:
+    def __init__(self, workers: list[W], owners: Mapping[int, int], limit: int) -> None:
         self._workers = workers
         self._owners = owners
-        self._most = most
+        self._limit = limit
         # What the workers were told to run: the epoch that the loop reads, and perhaps the next.
         self._epochs: list[Epoch] = []
         # Index of the worker whose message was next last. Not the worker, nor its inbox: after
@@ -67,17 +67,17 @@ class ShardSchedule(Generic[W]):
 
     def begin(self, epoch: Epoch) -> None:
         """Have the workers run an epoch, unless they were told; the loop reads it from now on."""
-        self.tell(epoch)
-        self._epochs = [told for told in self._epochs if told.number >= epoch.number]
+        self.announce(epoch)
+        self._epochs = [known for known in self._epochs if known.number >= epoch.number]
 
     def begin_worker(self, worker: W, epoch: Epoch) -> None:
         """Have a worker that was just started run an epoch; `begin` follows after the last one."""
         self._epochs = [epoch]
         worker.begin(epoch.of_shards(worker.shards))
 
-    def tell(self, epoch: Epoch) -> None:
+    def announce(self, epoch: Epoch) -> None:
         """Have the workers run an epoch after those that they were told. Idempotent."""
-        if any(told.number == epoch.number for told in self._epochs):
+        if any(known.number == epoch.number for known in self._epochs):
             return
         for worker in self._workers:
             worker.begin(epoch.of_shards(worker.shards))
@@ -90,7 +90,7 @@ class ShardSchedule(Generic[W]):
             True if something can be taken, or the epoch is over; False if nothing can be until
             something comes; a failure to be returned; or a worker that has ended.
         """
-        while not order.done:
+        while not order.is_over:
             message = self._head(order)
             if message is True:
                 return True
@@ -154,17 +154,17 @@ class ShardSchedule(Generic[W]):
     def take(self, order: ShardOrder) -> list[ItemTuple]:
         """Take what is next and is there, at least one item after the engine has waited."""
         self._is_acknowledged = False
-        workers, most = self._workers, self._most
+        workers, limit = self._workers, self._limit
         # stop() was called in the meantime.
         if not workers:
             return []
         in_turn = len(workers) > 1 and order.ordered
         items: list[ItemTuple] = []
         while True:
-            more = workers[self._served].inbox.take(1 if in_turn else most)
+            more = workers[self._served].inbox.take(1 if in_turn else limit)
             order.take(more)
             items += more
-            if not in_turn or len(items) >= most or self._head(order) is not True:
+            if not in_turn or len(items) >= limit or self._head(order) is not True:
                 return items
 
     def pass_over(self, failure: Failure) -> None:
@@ -206,10 +206,10 @@ class ShardSchedule(Generic[W]):
             order: Order of the items.
             late: See `Death`.
         """
-        rest = order.position().of_shards(successor.shards)
+        remaining = order.position().of_shards(successor.shards)
         # A shard that has ended is late in the next epoch, and will be so again.
-        failure = next((one for one in late if one.shard in (rest.starts or ())), None)
-        successor.begin(replace(rest, late=failure))
+        failure = next((other for other in late if other.shard in (remaining.starts or ())), None)
+        successor.begin(replace(remaining, late=failure))
         for epoch in self._epochs[1:]:
             successor.begin(epoch.of_shards(successor.shards))
 

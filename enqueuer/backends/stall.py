@@ -21,7 +21,7 @@ from enqueuer.backends.pool import Stack, WorkerSnapshot
 from enqueuer.common.text import PACKAGE, pluralize, warn
 from enqueuer.errors import BatchTimeout, StallWarning, StopWarning
 from enqueuer.order.sequence import Order
-from enqueuer.workers.event_loop import ThreadSnapshot
+from enqueuer.workers.threads import ThreadSnapshot
 
 # Eleven days, which every way of waiting accepts.
 _FOREVER_S = 1e6
@@ -39,9 +39,9 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 # Faulthandler writes this line if there are more frames; Python 3.13 does not.
 _CUT = "  ..."
 # Faulthandler writes at most so many.
-_MOST_FRAMES = 100
+_MAX_FRAMES = 100
 # Bytes that a pipe surely holds.
-_MOST_BYTES = 1 << 15
+_MAX_BYTES = 1 << 15
 
 
 class DeadlineExpired(TimeoutError):
@@ -67,7 +67,7 @@ class WaitLimits(NamedTuple):
 
     Attributes:
         warn_s: Seconds until it warns; None: never.
-        most_s: Seconds until it gives up; None: never.
+        timeout_s: Seconds until it gives up; None: never.
 
     Example:
         >>> limits = [WaitLimits(60.0, None), WaitLimits(60.0, 5.0), WaitLimits(None, None)]
@@ -76,7 +76,7 @@ class WaitLimits(NamedTuple):
     """
 
     warn_s: float | None
-    most_s: float | None
+    timeout_s: float | None
 
     @property
     def first_s(self) -> float | None:
@@ -111,17 +111,17 @@ class Wait:
             epoch: Number of the epoch.
 
         Raises:
-            BatchTimeout: The wait was as long as `most_s`.
+            BatchTimeout: The wait was as long as `timeout_s`.
         """
-        warn_s, most = self._limits
-        if most is not None and (self._has_warned or warn_s is None or warn_s >= most):
+        warn_s, timeout = self._limits
+        if timeout is not None and (self._has_warned or warn_s is None or warn_s >= timeout):
             raise BatchTimeout(
-                f"{report(most, inspect(order), epoch)}\n"
+                f"{report(timeout, inspect(order), epoch)}\n"
                 "Nothing is lost: iterating again goes on with the very next batch"
             )
         # Set before the warning, which may raise.
         has_warned, self._has_warned = self._has_warned, True
-        self.until = time.monotonic() + _FOREVER_S if most is None else self._began + most
+        self.until = time.monotonic() + _FOREVER_S if timeout is None else self._began + timeout
         if warn_s is not None and not has_warned:
             text = report(warn_s, inspect(order), epoch)
             warn(text, StallWarning)
@@ -153,7 +153,7 @@ def stacks_of_threads(idents: Iterable[int | None]) -> list[Stack | None]:
             traceback.extract_stack(frames[ident]) if ident in frames else None for ident in idents
         ]
     finally:
-        # Otherwise this very frame would refer to itself.
+        # Without this, the frame would refer to itself.
         del frames
 
 
@@ -183,7 +183,7 @@ def parse(text: str) -> tuple[Stack, bool]:
         traceback.FrameSummary(file, int(line) if line.isdigit() else 0, name)
         for file, line, name in (match.groups() for match in found)
     ]
-    is_cut = _CUT in lines or len(frames) >= _MOST_FRAMES
+    is_cut = _CUT in lines or len(frames) >= _MAX_FRAMES
     is_whole = is_cut or any(frame.filename.startswith(_CALLERS) for frame in frames)
     return frames[::-1], is_whole
 
@@ -205,7 +205,7 @@ def encode_threads(threads: Sequence[ThreadSnapshot]) -> bytes:
         frames = tuple((frame.filename, frame.lineno, frame.name) for frame in thread.stack)
         stacks.setdefault(frames, []).append(thread.indices)
     rows = [[elements, frames] for frames, elements in stacks.items()]
-    while len(data := json.dumps(rows).encode()) >= _MOST_BYTES:
+    while len(data := json.dumps(rows).encode()) >= _MAX_BYTES:
         rows.pop()
     return data + b"\n"
 

@@ -28,7 +28,7 @@ from enqueuer.order.sequence import Order, Results, TaskOrder
 _ALL = 1 << 62
 
 # Tickets that are assigned to a worker in turn and not done: its channel always has room for them.
-_MOST_ASSIGNED = 4
+_MAX_ASSIGNED = 4
 # The hash of an enum, which a set needs, is a function in Python.
 _RUNNING = WorkerState.RUNNING
 _number_of: Callable[[Ticket], int] = operator.itemgetter(0)
@@ -42,7 +42,7 @@ class TaskSchedule(Generic[W]):
     Args:
         workers: The workers; the engine adds and removes some.
         dispatch: How tickets reach the workers.
-        most: Most results to take at once.
+        limit: Most results to take at once.
         measure: Whether to measure the results.
         in_turn: Number of workers to which the elements are assigned in turn; 0: a free worker
             takes the next one.
@@ -89,11 +89,11 @@ class TaskSchedule(Generic[W]):
     """
 
     def __init__(
-        self, workers: list[W], dispatch: Dispatch[W], most: int, measure: bool, in_turn: int = 0
+        self, workers: list[W], dispatch: Dispatch[W], limit: int, measure: bool, in_turn: int = 0
     ) -> None:
         self._workers = workers
         self.dispatch = dispatch
-        self._most = most
+        self._limit = limit
         self.results = Results()
         self.measures = measure
         self.largest_bytes = 0
@@ -158,7 +158,7 @@ class TaskSchedule(Generic[W]):
         living = {w.index: w for w in self._workers if w.state not in HAS_ENDED}
         for number, packed in list(unsent):
             place = self._place(number)
-            if place in living and out[place] < _MOST_ASSIGNED:
+            if place in living and out[place] < _MAX_ASSIGNED:
                 out[place] += 1
                 self.dispatch.assign(living[place], number, packed)
                 unsent.remove((number, packed))
@@ -200,7 +200,7 @@ class TaskSchedule(Generic[W]):
             found = self.results.peek(order)
         if isinstance(found, Failure):
             return found
-        if found or order.done:
+        if found or order.is_over:
             return True
         # Any message may let a worker have its next ticket, and the size of any result is of use.
         is_any = self._unsent or self.measures
@@ -262,7 +262,7 @@ class TaskSchedule(Generic[W]):
     def take(self, order: TaskOrder) -> list[ItemTuple]:
         """Take the results that are next and are there."""
         with self._lock:
-            return self.results.take(order, self._most)
+            return self.results.take(order, self._limit)
 
     def pass_over(self, failure: Failure) -> None:
         """Forget a failure that `next_step` has returned, if it is skipped."""
@@ -288,16 +288,16 @@ class TaskSchedule(Generic[W]):
         """Return the task that a worker did when it died, or the first one that it had."""
         lost = self._lost() + self._unsent_of(dead)
         # A worker runs the tasks that it took in their order.
-        own = [number for number in self.dispatch.current(dead) if number in lost]
-        number = own[0] if own else min(lost, default=order.next)
+        running = [number for number in self.dispatch.current(dead) if number in lost]
+        number = running[0] if running else min(lost, default=order.next)
         ticket = self.results.tickets.get(number)
         index = 0 if ticket is None else ticket.indices[0]
         epoch, task = order.place_of(number)
         text = f"task {task}"
         if epoch != order.epoch.number:
             text += " of the next epoch" if ticket is None else f" of epoch {ticket.epoch}"
-        is_one = bool(own) and ticket is not None and len(ticket.indices) == 1
-        return DeathPlace(index, number, text, ((0, number),) if is_one else ())
+        is_single = bool(running) and ticket is not None and len(ticket.indices) == 1
+        return DeathPlace(index, number, text, ((0, number),) if is_single else ())
 
     def resume(self, dead: W, successor: W, order: TaskOrder, late: Sequence[Failure] = ()) -> None:
         """Have a new worker do the tasks of a dead one; see `ShardSchedule.resume`."""

@@ -267,8 +267,8 @@ class ThreadInbox:
     def waiting_of(self, epoch: int) -> int:
         with self._lock:
             begun, before = self._epoch
-            most = self._items_sent if begun == epoch else before
-            return max(0, min(self.waiting, most - self._taken))
+            limit = self._items_sent if begun == epoch else before
+            return max(0, min(self.waiting, limit - self._taken))
 
     def arm(self, sleeper: SimpleQueue[bool], awaited: int | None) -> bool:
         """Let what comes wake the loop from now on; return whether it need not sleep."""
@@ -287,11 +287,11 @@ class ThreadInbox:
             message = self._messages[0] if self._messages else False
         return True if isinstance(message, tuple) else message
 
-    def take(self, most: int) -> list[ItemTuple]:
+    def take(self, limit: int) -> list[ItemTuple]:
         ready: list[ItemTuple] = []
         with self._lock:
             messages = self._messages
-            while messages and len(ready) < most:
+            while messages and len(ready) < limit:
                 message = messages[0]
                 if not isinstance(message, tuple):
                     break
@@ -494,13 +494,13 @@ class ThreadSender:
         The oldest and the newest of this worker are looked at, which is enough for a generator
         with one buffer or a few. What the loop has taken it may have changed itself.
         """
-        own = [waiting for waiting in self.inbox.snapshot() if waiting[:2] in digests]
-        for waiting in own[:1] + own[1:][-1:]:
+        same = [waiting for waiting in self.inbox.snapshot() if waiting[:2] in digests]
+        for waiting in same[:1] + same[1:][-1:]:
             now = digest(waiting[2])
             if now is None or now == digests[waiting[:2]]:
                 continue
             # The loop may have taken it since, and changed it itself.
-            if any(one is waiting for one in self.inbox.snapshot()):
+            if any(entry is waiting for entry in self.inbox.snapshot()):
                 self._digests = None
                 _warn_of_reuse(self, waiting)
                 return

@@ -40,11 +40,12 @@ from enqueuer.monitoring import usage
 from enqueuer.monitoring.meters import WorkerStats, clock, worker_stats
 from enqueuer.monitoring.trace import TraceTarget
 from enqueuer.order.messages import Ticket
-from enqueuer.workers.event_loop import ThreadSnapshot, loop_of, snapshots_of
+from enqueuer.workers.event_loop import loop_of
 from enqueuer.workers.plan import Plan
 from enqueuer.workers.running import run_worker
 from enqueuer.workers.sources import LiveSource
 from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.threads import ThreadSnapshot, snapshots_of
 
 
 class ThreadWorker(ThreadSender):

@@ -64,15 +64,15 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
 }
 
 
-def names(made: Callable[..., Any], given: Iterable[str], known: Container[str] = ()) -> None:
+def names(made: Callable[..., Any], keywords: Iterable[str], known: Container[str] = ()) -> None:
     """Raise TypeError if there is no option of some name; the message says which one to give.
 
     Args:
         made: Class or function that was called; all of its parameters are options.
-        given: Names that were given.
+        keywords: Names that were given.
         known: Names that are known to be options; looking at the signature takes long.
     """
-    for name in given:
+    for name in keywords:
         if name not in known and name not in inspect.signature(made).parameters:
             raise _no_option(made, name)
 
@@ -84,7 +84,7 @@ def _no_option(made: Callable[..., Any], name: str) -> TypeError:
     options = sorted(inspect.signature(made).parameters)
     peers = _ELSEWHERE.get(name, ())
     here = [text for text in peers if text.partition("=")[0] in options]
-    close = [f"{one}=..." for one in difflib.get_close_matches(name, options, 1)]
+    close = [f"{match}=..." for match in difflib.get_close_matches(name, options, 1)]
     # Another class may take what this one does not.
     others = [f"{text}, to the enqueuer" if "=" in text else text for text in peers[-1:]]
     instead = "".join(f"give {text}; " for text in [*here, *close, *others][:1])
@@ -94,15 +94,15 @@ def _no_option(made: Callable[..., Any], name: str) -> TypeError:
     )
 
 
-def tells_options(kind: Decorated) -> Decorated:
+def suggests_options(kind: Decorated) -> Decorated:
     """Let the constructor of a class answer an unknown keyword with the options that there are."""
     made = vars(kind)["__init__"]
     known = frozenset(inspect.signature(made).parameters)
 
     @functools.wraps(made)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        names(kind, given, known)
-        made(self, *args, **given)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        names(kind, keywords, known)
+        made(self, *args, **keywords)
 
     # setattr, as type checkers let no method be replaced.
     setattr(kind, "__init__", checked)  # noqa: B010

@@ -50,7 +50,7 @@ def close_in_children(thing: Closable) -> None:
     _not_for_children.add(thing)
 
 
-def own_sockets(pair: tuple[socket.socket, socket.socket]) -> tuple[socket.socket, socket.socket]:
+def owned_sockets(pair: tuple[socket.socket, socket.socket]) -> tuple[socket.socket, socket.socket]:
     """Return two sockets of this process alone, with which it waits for nothing."""
     for end in pair:
         end.setblocking(False)

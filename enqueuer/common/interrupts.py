@@ -173,8 +173,8 @@ def taken(lock: threading.RLock, timeout: float = -1) -> Iterator[bool]:
     is_taken, end = lock.acquire(blocking=False), time.monotonic() + timeout
     while not is_taken and (timeout < 0 or time.monotonic() < end):
         try:
-            left = -1 if timeout < 0 else max(0.0, end - time.monotonic())
-            interruptible(lock.acquire, timeout=left)
+            remaining = -1 if timeout < 0 else max(0.0, end - time.monotonic())
+            interruptible(lock.acquire, timeout=remaining)
         finally:
             # A handler may have struck before it was acquired, or after.
             with contextlib.suppress(RuntimeError):
@@ -275,7 +275,7 @@ def _call_noted() -> None:
 # --- finalizers -----------------------------------------------------------------------------------
 
 # Calls of a function that always raises; without a limit it would keep its arguments forever.
-_MOST_CALLS = 4
+_MAX_CALLS = 4
 
 
 class WorkerThread(threading.Thread):
@@ -350,7 +350,7 @@ class Finalizer:
         finally:
             if self._current.get("call") is call:
                 self._current.clear()
-                if self._calls == _MOST_CALLS:
+                if self._calls == _MAX_CALLS:
                     self.detach()
 
 

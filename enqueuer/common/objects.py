@@ -186,7 +186,7 @@ OUT_OF_BAND_BYTES = 16 * 1024
 SAMPLED = 256
 
 # Objects that are counted: more would take longer than most batches.
-_MOST = 100_000
+_MAX_OBJECTS = 100_000
 _NUMBER_BYTES = 8
 _NUMBERS = frozenset({int, float, bool})
 _TEXTS = frozenset({str, bytes, bytearray})
@@ -242,7 +242,7 @@ def check_graph(value: object) -> None:
         )
 
 
-def size_of(value: object, most: int = _MOST) -> int:
+def size_of(value: object, limit: int = _MAX_OBJECTS) -> int:
     """Return the approximate size of a batch in bytes, with all that it contains.
 
     Objects with `nbytes` (arrays, tensors), byte strings, texts, numbers and PIL images count: in
@@ -252,7 +252,7 @@ def size_of(value: object, most: int = _MOST) -> int:
 
     Args:
         value: Batch of any structure.
-        most: Largest number of objects that are counted; the rest of a larger nest is left out.
+        limit: Largest number of objects that are counted; the rest of a larger nest is left out.
 
     Example:
         >>> import numpy as np
@@ -260,19 +260,19 @@ def size_of(value: object, most: int = _MOST) -> int:
         291
     """
     total = 0
-    left: list[Any] = [value]
+    pending: list[Any] = [value]
     # The objects are kept with their ids, since a new object could get the id of a freed one.
     seen: dict[int, object] = {}
-    while left and most > 0:
-        most -= 1
-        part = left.pop()
+    while pending and limit > 0:
+        limit -= 1
+        part = pending.pop()
         if id(part) in seen:
             continue
         seen[id(part)] = part
         # The most common types come first, and exact types, since this may run for each batch.
         kind = type(part)
         if kind is dict:
-            left += part.values()
+            pending += part.values()
         elif kind in _NUMBERS:
             total += _NUMBER_BYTES
         elif kind in _TEXTS:
@@ -280,13 +280,13 @@ def size_of(value: object, most: int = _MOST) -> int:
         elif kind in _SERIES:
             nbytes = _plain_bytes(part) if len(part) > _FEW else None
             if nbytes is None:
-                left += part
+                pending += part
             else:
                 total += nbytes
         else:
             nbytes = _whole_bytes(part)
             if nbytes is None:
-                left += _counted_in(part)
+                pending += _counted_in(part)
             else:
                 total += nbytes
     return total
@@ -345,7 +345,7 @@ def _counted_in(part: Any) -> Iterable[Any]:
 # --- references -----------------------------------------------------------------------------------
 
 # Members of one container: the elements of a long list are alike.
-_MOST_MEMBERS = 50
+_MAX_MEMBERS = 50
 
 _Step = tuple[str, object]
 
@@ -365,9 +365,9 @@ def referred_by(value: Any) -> Iterator[_Step]:
         yield from ((f": its argument {at}", part) for at, part in enumerate(value.args))
         yield from ((f": its argument {name!r}", part) for name, part in value.keywords.items())
     elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", part) for key, part in islice(value.items(), _MOST_MEMBERS))
+        yield from ((f"[{key!r}]", part) for key, part in islice(value.items(), _MAX_MEMBERS))
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from ((f"[{at}]", part) for at, part in enumerate(islice(value, _MOST_MEMBERS)))
+        yield from ((f"[{at}]", part) for at, part in enumerate(islice(value, _MAX_MEMBERS)))
     elif isinstance(value, type):
         if not is_library(value.__module__):
             yield from ((f".{name}", part) for name, part in list(vars(value).items()))
@@ -401,16 +401,18 @@ def _used_by(function: FunctionType) -> Iterator[_Step]:
 
 def _used_of(method: MethodType) -> Iterator[_Step]:
     """Yield the attributes that a method, and the methods that it calls, may use."""
-    owner, left, seen = method.__self__, [method.__func__], set[str]()
+    owner, pending, seen = method.__self__, [method.__func__], set[str]()
     kind = owner if isinstance(owner, type) else type(owner)
-    while left:
-        function = left.pop()
+    while pending:
+        function = pending.pop()
         yield "", function
         for code in codes_in(getattr(function, "__code__", None)):
             for name in set(code.co_names) - seen:
                 seen.add(name)
-                own = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-                left += [getattr(one, "fget", getattr(one, "__func__", one)) for one in own]
+                items = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+                pending += [
+                    getattr(item, "fget", getattr(item, "__func__", item)) for item in items
+                ]
     yield from ((f".{name}", part) for name, part in attributes_of(owner).items() if name in seen)
 
 

@@ -40,10 +40,10 @@ def duration(seconds: float) -> str:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+        return f"{minutes}:{remaining:02} min"
+    return f"{minutes // 60}:{minutes % 60:02}:{remaining:02} h"
 
 
 def pluralize(count: int, noun: str) -> str:

@@ -34,7 +34,7 @@ from enqueuer.workers.shards import Shard
 from enqueuer.workers.tasks import permutation, steps_in
 
 
-@checks.tells_options
+@checks.suggests_options
 class ArraySource:
     """The rows of arrays: a generator function of a shard, and a sequence.
 

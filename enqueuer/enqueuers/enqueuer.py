@@ -157,8 +157,8 @@ class BaseEnqueuer(Generic[Batch]):
                 to a Ray actor.
             FrameworkUnavailable: For `backend="ray"`, Ray is not installed or too old.
         """
-        given = {"workers": workers, "max_queue_size": max_queue_size}
-        changed: Any = {name: value for name, value in given.items() if value is not None}
+        settings = {"workers": workers, "max_queue_size": max_queue_size}
+        changed: Any = {name: value for name, value in settings.items() if value is not None}
         core = self._core
         core.start(dataclasses.replace(core.options, **changed) if changed else core.options)
 
@@ -453,22 +453,22 @@ class BaseEnqueuer(Generic[Batch]):
                 f"a {core.state.value.lower()} {type(self).__name__} cannot be pickled or copied, "
                 "as it owns workers; pickle what it was made of, or a new enqueuer"
             )
-        given, options = core.workload.arguments()
-        own = {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
+        arguments, options = core.workload.arguments()
+        rest = {name: value for name, value in vars(self).items() if name not in _MADE_ANEW}
         make = functools.partial(self._make, **options)
         saved = core.saved, core.workload.seed.is_shared, core.options
-        return _restored, (type(self), make, given, saved), own or None
+        return _restored, (type(self), make, arguments, saved), rest or None
 
 
 def _restored(
     kind: type[AnyEnqueuer],
     make: Callable[..., Any],
-    given: tuple[Any, ...],
+    arguments: tuple[Any, ...],
     saved: tuple[Any, ...],
 ) -> AnyEnqueuer:
     """Return a copy of an enqueuer; its class need not take the same arguments."""
     made = kind.__new__(kind)
-    vars(made).update(vars(make(*given)))
+    vars(made).update(vars(make(*arguments)))
     core = made._core
     core.saved, core.workload.seed.is_shared, core.workload.options = saved
     return made
@@ -487,13 +487,13 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
         ValueError: There are too few shards, or they cannot be split.
     """
     core = enqueuer._core
-    given, options = core.workload.arguments()
-    made = enqueuer._make(*given, **options | {"rank": rank, "world_size": world_size})
-    own, seed, saved = made._core, core.workload.seed, core.saved
-    own.workload.seed.is_given = seed.is_given
-    own.workload.seed.is_shared = seed.is_given or world_size == 1
+    arguments, options = core.workload.arguments()
+    made = enqueuer._make(*arguments, **options | {"rank": rank, "world_size": world_size})
+    made_core, seed, saved = made._core, core.workload.seed, core.saved
+    made_core.workload.seed.is_explicit = seed.is_explicit
+    made_core.workload.seed.is_shared = seed.is_explicit or world_size == 1
     for callback in core.callbacks:
-        own.callbacks.append(StatsCallback(callback.function, callback.every_ns))
+        made_core.callbacks.append(StatsCallback(callback.function, callback.every_ns))
     if saved.is_loaded:
         if any(start.number for start in (saved.epoch.starts or {}).values()):
             raise InvalidState(
@@ -501,7 +501,7 @@ def of_rank(enqueuer: AnyEnqueuer, rank: int, world_size: int) -> AnyEnqueuer:
                 "divided among ranks; load it after the division: into the loader or dataset of a "
                 "rank"
             )
-        own.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
+        made_core.saved = SavedPosition(saved.epoch, is_loaded=True, total_items=saved.total_items)
     return cast(AnyEnqueuer, made)
 
 

@@ -37,7 +37,7 @@ from enqueuer.order.messages import Epoch, Failure, ItemTuple
 from enqueuer.order.position import SavedPosition
 
 
-def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
+def _warn_of_twins(shard: int, other: int, takes_shard: bool) -> None:
     if takes_shard:
         cause = (
             "Are random numbers drawn from a generator that was made outside (a captured "
@@ -51,7 +51,7 @@ def _warn_of_twins(one: int, other: int, takes_shard: bool) -> None:
             "work, and draw random numbers from shard.rng"
         )
     warn(
-        f"shards {one} and {other} began with the same batches, so the data seem to come "
+        f"shards {shard} and {other} began with the same batches, so the data seem to come "
         f"several times. {cause}",
         DuplicateDataWarning,
     )
@@ -363,7 +363,7 @@ class EpochReader:
             return Outcome.ITEM
         if self.failure is not None:
             return Outcome.FAILURE
-        return Outcome.END if self._order.done else None
+        return Outcome.END if self._order.is_over else None
 
     def _note(self, failure: Failure | None) -> bool:
         """Note what the backend has waited for: a failure, or items, which are taken.
@@ -375,7 +375,7 @@ class EpochReader:
         backend = run.backend
         if failure is None:
             order: Any = self._order
-            return not order.done and self._keep(backend, backend.schedule.take(order))
+            return not order.is_over and self._keep(backend, backend.schedule.take(order))
         if (trace := run.meter.trace) is not None:
             about = {"worker": failure.worker, "shard": failure.shard, "item": failure.number}
             about["error"] = text_of(failure.error)
@@ -396,7 +396,7 @@ class EpochReader:
         with self._ready_lock:
             # If stop() did not wait for this thread, most of them come again after its position.
             if (end := self._end) is not None:
-                items = [one for one in items if order.is_before(one[0], one[1], end)]
+                items = [item for item in items if order.is_before(item[0], item[1], end)]
             self.ready.extend(items)
         # Of several items, those behind the first one still wait.
         if count == 1:
@@ -425,20 +425,20 @@ class EpochReader:
         run.meter.epoch_ended()
         origin = functools.partial(self.work.origin_of, failure)
         error, next_error = run.failures.error_of(failure, self.work.where(failure), origin)
-        kept = self.failure = dataclasses.replace(failure, error=next_error)
+        stored = self.failure = dataclasses.replace(failure, error=next_error)
         del failure, next_error, origin
         try:
             raise error
         finally:
-            self.work.keep(kept)
-            # Otherwise it and its traceback would refer to each other.
+            self.work.keep(stored)
+            # Without this, the error and its traceback would refer to each other.
             del error
 
     def _warn_of_nothing(self) -> None:
         run, workload, yielded = self.run, self._workload, self._order.yielded
-        is_told = run.has_warned_of_nothing or workload.may_be_empty or run.failures.has_skipped
+        is_known = run.has_warned_of_nothing or workload.may_be_empty or run.failures.has_skipped
         # By an empty epoch, `get()` sees that an iterable is over.
-        if is_told or not self._is_whole or (self._goes_on and self._taken_before):
+        if is_known or not self._is_whole or (self._goes_on and self._taken_before):
             return
         why = workload.why_empty(self._taken_before)
         if yielded:

@@ -141,7 +141,7 @@ def rerun_task(
             try:
                 raise failed_fetch
             finally:
-                # Otherwise it and its traceback would refer to each other.
+                # Without this, the error and its traceback would refer to each other.
                 failed_fetch = None
         return source.item_of(ticket, results, random_seed)
 
@@ -190,7 +190,7 @@ def _globals_of(place: Seeded, seed: bool) -> contextlib.AbstractContextManager[
 
 
 # Errors that are kept for `skipped`.
-MOST_SKIPPED = 1000
+MAX_SKIPPED = 1000
 
 _SHARD_ENDED = (
     "; if its generator raised this, it has ended: the rest of its shard is left out in this "
@@ -225,7 +225,7 @@ class FailurePolicy:
         self.count = count
         self._on_error = on_error
         self._max_errors = max_errors
-        self.skipped: deque[tuple[Origin, str]] = deque(maxlen=MOST_SKIPPED)
+        self.skipped: deque[tuple[Origin, str]] = deque(maxlen=MAX_SKIPPED)
         # Of each shard of this epoch, the number of the item that was skipped last, and which of
         # its reports that was. Of each task, below 0, which of its failures that was.
         self._last: dict[int, tuple[int, float]] = {}

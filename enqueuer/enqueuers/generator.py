@@ -12,6 +12,7 @@ from enqueuer.enqueuers.options import (
     EnqueuerOptions,
     NoBatches,
     Options,
+    Seed,
     ShardOptions,
     Unpack,
     check_for_one_loop,
@@ -19,7 +20,6 @@ from enqueuer.enqueuers.options import (
     takes_options,
 )
 from enqueuer.enqueuers.shards import ShardWorkload
-from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.sources import Samples, as_source, is_plain_collection
 

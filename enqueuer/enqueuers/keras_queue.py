@@ -74,10 +74,10 @@ class Queue(Generic[Batch]):
 
     def _asked(self, question: Callable[[float | None], T], deadline: float | None) -> T:
         """Return the answer of the reader; raise Empty at the deadline."""
-        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        remaining = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             # If another consumer waits for the next batch, there is none.
-            with self._core.locks.reading(left):
+            with self._core.locks.reading(remaining):
                 return question(deadline)
         except DeadlineExpired:
             raise Empty from None

@@ -29,6 +29,7 @@ from enqueuer.monitoring.progress import Progress
 from enqueuer.workers.logs import MULTIPROCESSING_LOGGING
 from enqueuer.workers.plan import OnError
 from enqueuer.workers.settings import Initializer
+from enqueuer.workers.shards import fresh_seed
 from enqueuer.workers.sources import LiveSource, Source
 from enqueuer.workers.tasks import TaskSource
 
@@ -44,6 +45,9 @@ else:
         def __class_getitem__(cls, options):
             return Any
 
+
+# Workers; each may have a connection to a server, which may refuse more.
+MAX_WORKERS = 128
 
 # The enqueuer sets these itself, or an actor would not do what the enqueuer relies on.
 _NOT_FOR_ACTORS = frozenset(
@@ -69,9 +73,9 @@ class Checked:
     """Options whose values are checked when they are given; all fields are made by `option`."""
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            value = one.metadata["check"](one.name, getattr(self, one.name))
-            object.__setattr__(self, one.name, value)
+        for entry in dataclasses.fields(self):
+            value = entry.metadata["check"](entry.name, getattr(self, entry.name))
+            object.__setattr__(self, entry.name, value)
 
 
 def check_forked(forward_logs: bool | str, start_method: str) -> None:
@@ -136,7 +140,7 @@ def _actor_options(name: str, value: object) -> Mapping[str, Any] | None:
     return value
 
 
-@checks.tells_options
+@checks.suggests_options
 @dataclass(frozen=True)
 class Processes(Checked):
     """Options of `backend=Processes(...)`; `backend="process"` is `Processes()`.
@@ -192,7 +196,7 @@ class Processes(Checked):
             check_forked(self.forward_logs, self.start_method)
 
 
-@checks.tells_options
+@checks.suggests_options
 @dataclass(frozen=True)
 class Ray(Checked):
     """Options of `backend=Ray(...)`; `backend="ray"` is `Ray()`.
@@ -243,7 +247,7 @@ class Ray(Checked):
         return RayOptions(self.address, dict(self.actor_options or {}), self.copy_arrays)
 
 
-@checks.tells_options
+@checks.suggests_options
 @dataclass(frozen=True)
 class Auto(Checked):
     """Options of `workers=Auto(...)`; `workers="auto"` is `Auto()`.
@@ -400,6 +404,33 @@ def _checked_progress(name: str, value: Progress) -> Progress:
     raise TypeError(f"{name} must be True, False or a class such as tqdm, got {value!r}")
 
 
+@dataclass
+class Seed:
+    """The seed of an enqueuer.
+
+    Attributes:
+        value: Seed from which all others derive.
+        is_explicit: Whether the user gave it.
+        is_shared: Whether all ranks are known to have the same seed.
+    """
+
+    value: int
+    is_explicit: bool
+    is_shared: bool
+
+    @classmethod
+    def of(cls, number: int | None, world_size: int) -> Seed:
+        """Return the seed that was given, or draw one.
+
+        Raises:
+            TypeError: It is not an int.
+            ValueError: It is negative.
+        """
+        is_explicit = number is not None
+        value = fresh_seed() if number is None else checks.seed(number)
+        return cls(value, is_explicit, is_explicit or world_size == 1)
+
+
 @dataclass(frozen=True)
 class Options(Checked):
     """The options of an enqueuer, checked.
@@ -512,14 +543,14 @@ class Options(Checked):
 
     @classmethod
     def of(
-        cls, made: Callable[..., Any], use_multiprocessing: object, given: EnqueuerOptions
+        cls, made: Callable[..., Any], use_multiprocessing: object, keywords: EnqueuerOptions
     ) -> Options:
         """Return the options of a constructor that also takes Keras' `use_multiprocessing`.
 
         Args:
             made: Class of the enqueuer, whose options a wrong name is answered with.
             use_multiprocessing: Keras' name for `backend="process"`.
-            given: Options by name.
+            keywords: Options by name.
 
         Raises:
             TypeError: An option has the wrong type, or does not exist.
@@ -530,10 +561,10 @@ class Options(Checked):
                 f"use_multiprocessing must be True or False, got {use_multiprocessing!r}; "
                 "options such as workers go by name"
             )
-        checks.names(made, given, {one.name for one in dataclasses.fields(cls)})
-        if use_multiprocessing and given.get("backend") is None:
-            return cls(**cast(EnqueuerOptions, {**given, "backend": "process"}))
-        options = cls(**given)
+        checks.names(made, keywords, {entry.name for entry in dataclasses.fields(cls)})
+        if use_multiprocessing and keywords.get("backend") is None:
+            return cls(**cast(EnqueuerOptions, {**keywords, "backend": "process"}))
+        options = cls(**keywords)
         if options.max_restarts and options.backend_name == "thread":
             warn(
                 "max_restarts has no effect with threads, which do not die apart from the "
@@ -572,6 +603,20 @@ class Options(Checked):
         """Whether workers have global random states of their own, which are seeded."""
         return self.backend_name != "thread"
 
+    def max_workers(self, cpus: float) -> int:
+        """Return the largest number of workers that `workers="auto"` may start.
+
+        Args:
+            cpus: Number of CPUs that the backend has.
+        """
+        if isinstance(self.workers, Auto) and self.workers.most is not None:
+            return self.workers.most
+        if self.backend_name == "ray":
+            # How much of their machines the actors use is not known here.
+            return max(1, int(cpus))
+        # How many of these help is measured: the time that they compute, and their memory.
+        return MAX_WORKERS
+
     @property
     def first_workers(self) -> int:
         """The number of workers to begin with."""
@@ -606,7 +651,7 @@ class Options(Checked):
 
         The bar is left out: only the enqueuer that the loop iterates over shows one.
         """
-        names = [one.name for one in dataclasses.fields(self) if one.name != "progress"]
+        names = [entry.name for entry in dataclasses.fields(self) if entry.name != "progress"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -632,7 +677,9 @@ def passes_options(kind: type) -> Callable[[Decorated], Decorated]:
         kind: Class of the enqueuer, most of whose arguments the function takes by name.
     """
     arguments = inspect.signature(kind).parameters.values()
-    options = [own.replace(kind=_BY_NAME) for own in arguments if own.name not in _NOT_FOR_ONE_LOOP]
+    options = [
+        named.replace(kind=_BY_NAME) for named in arguments if named.name not in _NOT_FOR_ONE_LOOP
+    ]
     return lambda made: _written(made, made, options)
 
 
@@ -658,14 +705,14 @@ def check_for_one_loop(made: Callable[..., Any], options: Mapping[str, Any]) -> 
 
 
 def _written(made: Decorated, function: Any, options: list[inspect.Parameter]) -> Decorated:
-    *own, last = (p for p in inspect.signature(function).parameters.values() if p.name != "self")
+    *named, last = (p for p in inspect.signature(function).parameters.values() if p.name != "self")
     assert last.kind is inspect.Parameter.VAR_KEYWORD, "it ends with **options"
     types = get_type_hints(function)
-    own = [parameter.replace(annotation=types[parameter.name]) for parameter in own]
-    names = {parameter.name for parameter in own}
+    named = [parameter.replace(annotation=types[parameter.name]) for parameter in named]
+    names = {parameter.name for parameter in named}
     options = [option for option in options if option.name not in names]
     signature = inspect.Signature(
-        [*own, *options],
+        [*named, *options],
         return_annotation=inspect.Signature.empty if function is not made else types["return"],
     )
     # setattr, as type checkers know no such attribute of a function.

@@ -16,6 +16,7 @@ from enqueuer.enqueuers.options import (
     EnqueuerOptions,
     NoBatches,
     Options,
+    Seed,
     TaskOptions,
     Unpack,
     check_for_one_loop,
@@ -23,9 +24,8 @@ from enqueuer.enqueuers.options import (
     takes_options,
 )
 from enqueuer.enqueuers.tasks import TaskWorkload
-from enqueuer.enqueuers.workload import Seed
 from enqueuer.workers.arrays import stack
-from enqueuer.workers.plan import MOST_THREADS
+from enqueuer.workers.plan import MAX_THREADS
 from enqueuer.workers.shards import Task
 from enqueuer.workers.sources import (
     is_async,
@@ -252,8 +252,8 @@ def _checked_concurrency(value: object, is_auto: bool) -> Concurrency:
     if isinstance(value, str):
         raise ValueError(f"concurrency must be an int, 'auto' or None, got {value!r}")
     concurrency = checks.positive("concurrency", value)
-    if concurrency > MOST_THREADS:
-        raise ValueError(f"concurrency must be <= {MOST_THREADS}, got {concurrency}")
+    if concurrency > MAX_THREADS:
+        raise ValueError(f"concurrency must be <= {MAX_THREADS}, got {concurrency}")
     return concurrency
 
 

@@ -79,14 +79,14 @@ class OwnedBackends:
     def stop(self, timeout: float, but: Container[Backend | None] = ()) -> None:
         """Stop all backends but some. Idempotent."""
         with interrupts.held():
-            for one in self._backends.copy():
-                backend, finalizer = one
+            for entry in self._backends.copy():
+                backend, finalizer = entry
                 if backend not in but:
                     backend.stop(timeout)
                     finalizer.detach()
                     # A signal handler may have stopped it as well, in the wait for its workers.
-                    if one in self._backends:
-                        self._backends.remove(one)
+                    if entry in self._backends:
+                        self._backends.remove(entry)
 
     def leave_to_parent(self) -> Backend:
         """Replace the backends in a child forked from the process that has their workers.
@@ -286,7 +286,7 @@ class Run:
         name, trace = self.options.backend_name, self.meter.trace
         if trace is not None:
             about = {"backend": name, "start_method": job.start_method, "workers": job.workers}
-            about |= {"shards": len(job.own), "max_queue_size": job.max_queue_size}
+            about |= {"shards": len(job.rank_shards), "max_queue_size": job.max_queue_size}
             job = dataclasses.replace(job, trace=trace.open(about))
         try:
             backend = load(name, job, self.restarts, self.meter)

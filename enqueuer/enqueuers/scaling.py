@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from enqueuer.common.text import percent, size
 from enqueuer.enqueuers.run import PassWork, Run, State
-from enqueuer.enqueuers.workload import Workload, most_workers
+from enqueuer.enqueuers.workload import Workload
 from enqueuer.errors import StartError
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.autoscaler import Autoscaler
@@ -33,16 +33,16 @@ class Scaling:
         self._run = run
         self._workload = workload
         shards = workload.shard_count
-        most = most_workers(run.options, run.cpus())
-        most = most if shards is None else min(most, shards)
+        limit = run.options.max_workers(run.cpus())
+        limit = limit if shards is None else min(limit, shards)
         self._autoscaler = Autoscaler(
             run.workers,
-            most,
+            limit,
             shards,
             run.limits.first_s,
             run.elements,
             workload.source.concurrency,
-            workload.most_at_once,
+            workload.max_concurrency,
         )
         self._has_named_limit = False
 
@@ -145,17 +145,17 @@ class Scaling:
             return workers
         room = usage.room_for(free, each)
         # Workers with shards are replaced: all new ones are started while the old ones still run.
-        most = max(before, room if backend.tasks is None else before + room)
-        if most >= workers:
+        limit = max(before, room if backend.tasks is None else before + room)
+        if limit >= workers:
             return workers
-        self._autoscaler.refused(most, self._workload.source.concurrency)
+        self._autoscaler.refused(limit, self._workload.source.concurrency)
         _log.warning(
             "workers='auto' stays at %d: a worker takes %s of memory, and %s is available",
-            most,
+            limit,
             size(each),
             size(free),
         )
-        return most
+        return limit
 
     def _name_limit(self) -> None:
         """Log, once, why the source does not allow what would help."""

@@ -12,9 +12,9 @@ from enqueuer.backends.job import Job
 from enqueuer.backends.shard_schedule import ShardSchedule
 from enqueuer.common.text import warn
 from enqueuer.enqueuers.failures import Origin, item_of
-from enqueuer.enqueuers.options import Options
+from enqueuer.enqueuers.options import Options, Seed
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
+from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
@@ -34,25 +34,25 @@ class ShardEpoch(EpochWork):
         self._run = run
         self._number = epoch.number
         # Whether the workers were told to run it.
-        self._is_told = False
+        self._is_announced = False
         self.first_items = first_items
         # More items are never taken and not given to the loop.
         recent = run.options.max_queue_size + 2
-        self.order = ShardOrder(epoch, workload.own_shards(), run.options.ordered, recent)
+        self.order = ShardOrder(epoch, workload.rank_shards(), run.options.ordered, recent)
         self.starts = self.order.position().starts if workload.resumed else None
 
     @property
     def may_be_followed(self) -> bool:
-        return self._is_told and self._workload.may_overlap
+        return self._is_announced and self._workload.may_overlap
 
     def feed(self) -> None:
-        if not self._is_told:
-            _shards_of(self._run.backend).tell(Epoch(self._number, self.starts))
-            self._is_told = True
+        if not self._is_announced:
+            _shards_of(self._run.backend).announce(Epoch(self._number, self.starts))
+            self._is_announced = True
 
     def pass_work(self, old: Backend, new: Backend) -> None:
         # Of an epoch that the loop has not reached, all is made again.
-        _shards_of(new).tell(self.order.position())
+        _shards_of(new).announce(self.order.position())
 
     def keep(self, failure: Failure) -> None:
         """Do nothing: the worker that failed sends nothing more of the epoch."""
@@ -109,7 +109,7 @@ class ShardWorkload(Workload):
         self.seed = seed
         self.start_method = options.start_method(source)
         self._shards = shards
-        self._shards_are_given = shards is not None
+        self._has_shards = shards is not None
         self._is_compared = False
         # Whether each shard may give other data.
         self.takes_shard = isinstance(source, FunctionSource) and source.takes_shard
@@ -117,7 +117,7 @@ class ShardWorkload(Workload):
         self.resumed: tuple[int, ...] = ()
         self._check_live()
         # Fails at once if there are too few of them.
-        self.own_shards()
+        self.rank_shards()
 
     def _check_live(self) -> None:
         if not isinstance(self.source, LiveSource):
@@ -146,7 +146,7 @@ class ShardWorkload(Workload):
             return max(1, self.options.first_workers)
         return _AUTO_SHARDS if self.takes_shard else 1
 
-    def own_shards(self) -> range:
+    def rank_shards(self) -> range:
         """Return the shards of this rank.
 
         Raises:
@@ -162,7 +162,7 @@ class ShardWorkload(Workload):
 
     @property
     def shard_count(self) -> int:
-        return len(self.own_shards())
+        return len(self.rank_shards())
 
     # --- what runs ---
 
@@ -183,10 +183,10 @@ class ShardWorkload(Workload):
         shards = self.all_shards
         if isinstance(self.source, LiveSource) and shards > 1:
             _warn_of_duplicates(shards)
-        own = tuple(dict.fromkeys([*self.resumed, *self.own_shards()]))
+        own = tuple(dict.fromkeys([*self.resumed, *self.rank_shards()]))
         job = self.job_of(workers, shards, own)
-        are_given = self._shards is not None or self.options.is_auto
-        return dataclasses.replace(job, are_shards_given=are_given)
+        is_fixed = self._shards is not None or self.options.is_auto
+        return dataclasses.replace(job, has_fixed_shards=is_fixed)
 
     def job_with(self, workers: int) -> Job | None:
         if isinstance(self.source, LiveSource):
@@ -261,7 +261,7 @@ class ShardWorkload(Workload):
 
     def fixed(self) -> dict[str, bool]:
         is_live = isinstance(self.source, LiveSource)
-        return {"random_seed": self.seed.is_given, "shards": is_live or self._shards_are_given}
+        return {"random_seed": self.seed.is_explicit, "shards": is_live or self._has_shards}
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         if isinstance(self.source, LiveSource) and was_run:

@@ -19,14 +19,14 @@ from enqueuer.backends.engine import Backend
 from enqueuer.backends.task_schedule import TaskSchedule
 from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
-from enqueuer.enqueuers.options import Auto, Concurrency, Options
+from enqueuer.enqueuers.options import Auto, Concurrency, Options, Seed
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Seed, Workload
+from enqueuer.enqueuers.workload import EpochWork, Workload
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.sequence import TaskOrder
 from enqueuer.workers.arrays import stack
-from enqueuer.workers.plan import MOST_THREADS
+from enqueuer.workers.plan import MAX_THREADS
 from enqueuer.workers.sources import iterate
 from enqueuer.workers.tasks import Division, Reading, TaskSource, order_of, places_of, steps_in
 
@@ -96,8 +96,8 @@ class ElementReader:
             for _ in itertools.islice(numbered, begin):
                 pass
             if done:
-                others = frozenset(done)
-                numbered = (pair for pair in numbered if pair[0] not in others)
+                finished = frozenset(done)
+                numbered = (pair for pair in numbered if pair[0] not in finished)
             # The last batch of an epoch may be incomplete.
             lacks = 0 if reading.drop_last else self._size - 1
             _skip(numbered, start.number * self._size, reading, lacks if start.number else 0)
@@ -112,23 +112,23 @@ class ElementReader:
         """Whether an exception came out of the iterable's own code."""
         return self._runs and len(self._read) < self._size * self._reading.world_size
 
-    def next(self, number: int, most: int) -> list[Ticket]:
+    def next(self, number: int, limit: int) -> list[Ticket]:
         """Return the next tickets; none at the end of the epoch.
 
         Args:
             number: Number of the first one among the tasks of all epochs.
-            most: How many tickets of a sequence; of an iterable it is at most one.
+            limit: How many tickets of a sequence; of an iterable it is at most one.
         """
         if not self._is_sequence:
             return self._next_read(number)
         at, size = number - self._first, self._size
-        steps = range(at, min(at + most, self._end))
+        steps = range(at, min(at + limit, self._end))
         parts: Iterable[tuple[int, ...]]
         if size == 1:
             parts = zip(_integers(self._indices[steps.start : steps.stop]), strict=False)
         else:
             slices = [self._indices[step * size : (step + 1) * size] for step in steps]
-            parts = [tuple(_integers(own)) for own in slices]
+            parts = [tuple(_integers(chosen)) for chosen in slices]
         numbers = range(number, number + len(steps))
         return [
             Ticket(number, self._epoch, part) for number, part in zip(numbers, parts, strict=True)
@@ -148,11 +148,11 @@ class ElementReader:
         there = [pair for pair in self._read if pair is not None]
         if reading.drop_last:
             there = there[: len(there) - len(there) % reading.world_size]
-        own = there[reading.rank :: reading.world_size]
-        if not own or (reading.drop_last and len(own) < size):
+        chosen = there[reading.rank :: reading.world_size]
+        if not chosen or (reading.drop_last and len(chosen) < size):
             return []
-        indices = tuple([index + self._behind for index, _ in own])
-        elements = tuple([element for _, element in own])
+        indices = tuple([index + self._behind for index, _ in chosen])
+        elements = tuple([element for _, element in chosen])
         return [Ticket(number, self._epoch, indices, elements)]
 
     def advance(self) -> None:
@@ -242,10 +242,10 @@ class TaskEpoch(EpochWork):
         """Read elements and submit their tasks, as many as the bound allows."""
         order, tasks, source = self.order, self._run.backend.tasks, self._source
         assert tasks is not None, "the backend was loaded for tasks"
-        reads, most = 0, self._most_out(tasks)
+        reads, limit = 0, self._max_pending(tasks)
         while self._pending is not None or not self._is_read:
             if self._pending is None:
-                room = most - len(tasks.results.tickets)
+                room = limit - len(tasks.results.tickets)
                 # A loop that waits for a batch should not wait for a slow iterable.
                 if room <= 0 or (reads > 1 and not source.is_sequence and tasks.poll(order)):
                     return
@@ -278,13 +278,13 @@ class TaskEpoch(EpochWork):
             except ItemNotPicklable as error:
                 self._fail(Failure(ticket.indices[0], ticket.number, error))
 
-    def _most_out(self, tasks: TaskSchedule[Any]) -> int:
+    def _max_pending(self, tasks: TaskSchedule[Any]) -> int:
         """Return how many tasks may be submitted and not taken; 1 with `workers=0`."""
         options = self._run.options
         if not self._run.workers:
             return 1
-        if self._source.most_out is not None:
-            return self._source.most_out
+        if self._source.max_pending is not None:
+            return self._source.max_pending
         waiting = options.max_queue_size
         if options.max_queue_bytes is not None:
             largest = tasks.largest_bytes
@@ -303,7 +303,7 @@ class TaskEpoch(EpochWork):
         self._fail(Failure(-1, self.number, error))
         return True
 
-    def _read_on(self, most: int) -> tuple[list[Ticket], Any] | None:
+    def _read_on(self, limit: int) -> tuple[list[Ticket], Any] | None:
         """Return the next tickets, and the state after them; None at the end. Again, the same."""
         source, order = self._source, self.order
         if self._reader is None:
@@ -320,7 +320,7 @@ class TaskEpoch(EpochWork):
                 division,
             )
         if source.is_sequence:
-            tickets, state = self._reader.next(self.number, most), None
+            tickets, state = self._reader.next(self.number, limit), None
         else:
             tickets, state = self._timed(self._reader), self._reader.state()
         if not tickets:
@@ -480,17 +480,17 @@ class TaskWorkload(Workload):
         return steps_in(count, self.source.batch_size or 1, self.options.drop_last)
 
     @property
-    def most_at_once(self) -> int:  # type: ignore[override]  # no caller sets it
+    def max_concurrency(self) -> int:  # type: ignore[override]  # no caller sets it
         workers = self.options.workers
         if not isinstance(workers, Auto) or isinstance(self._concurrency, int):
             return self.source.concurrency
         if self._concurrency == "auto":
-            return MOST_THREADS
+            return MAX_THREADS
         # Coroutines run at once anyway. Threads seed no global generators for an element; without
         # batches, each element at once may as well be a worker.
         source, is_thread = self.source, self.options.backend_name == "thread"
         is_free = source.is_async or (is_thread and source.batch_size is not None)
-        return (workers.most or MOST_THREADS) if is_free else 1
+        return (workers.most or MAX_THREADS) if is_free else 1
 
     # --- what runs ---
 
@@ -542,7 +542,7 @@ class TaskWorkload(Workload):
 
     def fixed(self) -> dict[str, bool]:
         # The methods of a sequence for epochs may change its length, so that is checked later.
-        return {"random_seed": self.seed.is_given, "length": not self.source.follows_epochs}
+        return {"random_seed": self.seed.is_explicit, "length": not self.source.follows_epochs}
 
     def adopt(self, state: Mapping[str, Any], epoch: Epoch, was_run: bool) -> None:
         source = self.source

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from enqueuer.backends.engine import Backend
 from enqueuer.backends.job import Job, RayOptions
-from enqueuer.common import checks
 from enqueuer.enqueuers.failures import Origin
-from enqueuer.enqueuers.options import Auto, Options, Processes, Ray
+from enqueuer.enqueuers.options import Options, Processes, Ray, Seed
 from enqueuer.enqueuers.run import Run
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
@@ -23,37 +21,6 @@ from enqueuer.monitoring.stats import Stats
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.position import fingerprint_of
 from enqueuer.order.sequence import Order
-from enqueuer.workers.shards import fresh_seed
-
-# Workers; each may have a connection to a server, which may refuse more.
-MOST_WORKERS = 128
-
-
-@dataclass
-class Seed:
-    """The seed of an enqueuer.
-
-    Attributes:
-        value: Seed from which all others derive.
-        is_given: Whether the user gave it.
-        is_shared: Whether all ranks are known to have the same seed.
-    """
-
-    value: int
-    is_given: bool
-    is_shared: bool
-
-    @classmethod
-    def of(cls, given: int | None, world_size: int) -> Seed:
-        """Return the seed that was given, or draw one.
-
-        Raises:
-            TypeError: It is not an int.
-            ValueError: It is negative.
-        """
-        is_given = given is not None
-        value = fresh_seed() if given is None else checks.seed(given)
-        return cls(value, is_given, is_given or world_size == 1)
 
 
 class EpochWork(Protocol):
@@ -123,7 +90,7 @@ class Workload(Protocol):
         start_method: How processes are started; "" for threads and Ray.
         needs_common_seed: Whether the share of each rank may depend on the seed.
         may_be_empty: Whether an epoch without batches is no reason for a warning; False by default.
-        most_at_once: Largest number of elements that each worker may run at once with
+        max_concurrency: Largest number of elements that each worker may run at once with
             `workers="auto"`; 1 for shards.
     """
 
@@ -133,7 +100,7 @@ class Workload(Protocol):
     start_method: str
     needs_common_seed: bool
     may_be_empty: bool = False
-    most_at_once: int = 1
+    max_concurrency: int = 1
 
     @property
     def shard_count(self) -> int | None:
@@ -174,21 +141,21 @@ class Workload(Protocol):
         """
         return self.job_of(workers)
 
-    def job_of(self, workers: int, shards: int = 0, own: tuple[int, ...] = ()) -> Job:
-        """Return what a backend is to do; `own` are the shards of this rank, none for tasks."""
+    def job_of(self, workers: int, shards: int = 0, rank_shards: tuple[int, ...] = ()) -> Job:
+        """Return what a backend is to do; `rank_shards` is empty for tasks."""
         options, backend = self.options, self.options.backend
         limits = [s for s in (options.stall_timeout, options.timeout) if s is not None]
         return Job(
             source=self.source,
             shards=shards,
-            own=own,
+            rank_shards=rank_shards,
             workers=workers,
             random_seed=self.seed.value,
             ordered=options.ordered,
             max_queue_size=options.max_queue_size,
             max_queue_bytes=options.max_queue_bytes,
             start_method=self.start_method,
-            most_workers=most_workers(options, usage.cpus()) if options.is_auto else 0,
+            max_workers=options.max_workers(usage.cpus()) if options.is_auto else 0,
             threads_per_worker=backend.threads if isinstance(backend, Processes) else None,
             forward_logs=options.forward_logs,
             keep_freed_memory=not isinstance(backend, (Processes, Ray))
@@ -261,20 +228,3 @@ class Workload(Protocol):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make an enqueuer like this one."""
-
-
-def most_workers(options: Options, cpus: float) -> int:
-    """Return the largest number of workers that `workers="auto"` may start.
-
-    Args:
-        options: Options of the enqueuer.
-        cpus: Number of CPUs that the backend has.
-    """
-    workers = options.workers
-    if isinstance(workers, Auto) and workers.most is not None:
-        return workers.most
-    if options.backend_name == "ray":
-        # How much of their machines the actors use is not known here.
-        return max(1, int(cpus))
-    # How many of these help is measured: the time that they compute, and their memory.
-    return MOST_WORKERS

@@ -37,8 +37,8 @@ from enqueuer.monitoring.stats import (
     fills_gil,
     is_cheap,
     longest_s,
-    most_at_once,
-    most_on,
+    max_concurrency,
+    max_on,
     of_elements,
     total,
     use_s,
@@ -52,7 +52,7 @@ FEWEST_ELEMENTS = 8
 # Seconds between decisions when nothing changes any more, as each costs a little.
 LONGEST_WINDOW_S = 16.0
 # Seconds; a loop that stands still for longer seems to hang.
-MOST_COST_S = 10.0
+MAX_COST_S = 10.0
 # Share of the gain that more workers could give, for them to stay.
 LEAST_GAIN = 0.2
 # Ratio to the rate before; a step to a rate below that is taken back at once.
@@ -85,7 +85,7 @@ class Autoscaler:
             change takes at most half of it. None if there is no limit.
         elements: Number of elements in each item, such as a batch.
         concurrency: Number of elements at once in each worker at first.
-        most_at_once: Largest number of elements at once in each worker.
+        max_concurrency: Largest number of elements at once in each worker.
 
     Attributes:
         concurrency: Number of elements at once in each worker from now on.
@@ -103,20 +103,20 @@ class Autoscaler:
         longest_wait_s: float | None = None,
         elements: int = 1,
         concurrency: int = 1,
-        most_at_once: int = 1,
+        max_concurrency: int = 1,
     ) -> None:
         self.due_s = 0.0
         self.reason = ""
         self.wanted = workers
         self.waiting_share = 0.0
         self.concurrency = concurrency
-        self._most_at_once_ever = most_at_once
-        self._chooses_concurrency = most_at_once > concurrency
+        self._max_concurrency_ever = max_concurrency
+        self._chooses_concurrency = max_concurrency > concurrency
         self._workers = workers
         self._shards = shards
         self._fewest_items = -(-FEWEST_ELEMENTS // elements)
-        self._most_cost_s = min(MOST_COST_S, (longest_wait_s or math.inf) / 2)
-        self._most_ever = self._as_fast_as(most)
+        self._max_cost_s = min(MAX_COST_S, (longest_wait_s or math.inf) / 2)
+        self._max_ever = self._as_fast_as(most)
         self._window_s = WINDOW_S
         # Snapshot when the number of workers changed last.
         self._arrived: Stats | None = None
@@ -137,28 +137,28 @@ class Autoscaler:
             self._warm_up(stats)
             return self._workers
         seen = stats.since(self._base)
-        left_s = self._window_s - seen.seconds
-        if left_s <= 0 and seen.items >= max(self._fewest_items, self._workers):
+        remaining_s = self._window_s - seen.seconds
+        if remaining_s <= 0 and seen.items >= max(self._fewest_items, self._workers):
             self._change = self._decide(_Window(seen))
             self._base, self._window_s = stats, min(2 * self._window_s, LONGEST_WINDOW_S)
-            left_s = self._window_s
-        self.due_s = stats.seconds + max(left_s, WINDOW_S / 8)
-        if self._change is not None and self._change.cost_s(stats, replay_s) <= self._most_cost_s:
+            remaining_s = self._window_s
+        self.due_s = stats.seconds + max(remaining_s, WINDOW_S / 8)
+        if self._change is not None and self._change.cost_s(stats, replay_s) <= self._max_cost_s:
             self._go_to(self._change)
         return self._workers
 
     def refused(self, workers: int, concurrency: int) -> None:
         """Set the limits to the present numbers, as no more workers could be started."""
-        self._most_ever = self._most = self._workers = workers
-        self._most_at_once_ever = self._most_at_once = self.concurrency = concurrency
+        self._max_ever = self._most = self._workers = workers
+        self._max_concurrency_ever = self._max_concurrency = self.concurrency = concurrency
         self._arrive()
 
     # --- inside ---
 
     def _forget(self) -> None:
         """Discard the measurements of the load, and reset the limits."""
-        self._fewest, self._most = 1, self._most_ever
-        self._most_at_once = self._most_at_once_ever
+        self._fewest, self._most = 1, self._max_ever
+        self._max_concurrency = self._max_concurrency_ever
         self._step: _Step | None = None
         # The first window with this number of workers.
         self._known: _Window | None = None
@@ -218,7 +218,7 @@ class Autoscaler:
         now, most = self._workers, self._most
         # As many as there are CPUs for, by what each item needs.
         computing_share = ratio(window.compute_s, self._least_s)
-        most = min(most, self._as_fast_as(most_on(window.seen.cpus, computing_share)))
+        most = min(most, self._as_fast_as(max_on(window.seen.cpus, computing_share)))
         if workers_often_wait(window.seen) or is_cheap(window.seen):
             return None
         reason = f"the loop waited {percent(window.seen.waiting_share)} of its time"
@@ -238,12 +238,12 @@ class Autoscaler:
         workers, now = self._workers, self.concurrency
         cpus = 1.0 if usage.has_gil() else max(1.0, window.seen.cpus / workers)
         most = min(
-            self._most_at_once,
-            most_at_once(workers, now),
+            self._max_concurrency,
+            max_concurrency(workers, now),
             # With a GIL, the Python code of all threads of a process runs one at a time. That they
             # take jobs in turn makes an element slower, so more of them fill a CPU than its own
             # waits ask.
-            most_on(cpus, ratio(window.compute_s, window.element_s)),
+            max_on(cpus, ratio(window.compute_s, window.element_s)),
         )
         if now + now // LEAST_STEP >= most:
             return None
@@ -277,7 +277,7 @@ class Autoscaler:
     def _go_to(self, change: _Change) -> None:
         now, each = self._workers, self.concurrency
         if change.concurrency < each:
-            self._most_at_once = change.concurrency
+            self._max_concurrency = change.concurrency
         elif change.is_back:
             self._fewest = self._most = change.workers
         elif change.workers > now:

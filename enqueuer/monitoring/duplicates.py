@@ -23,20 +23,20 @@ from enqueuer.common.objects import attributes_of, is_in_memory
 
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2
-_MOST_ITEMS = 16
+_MAX_ITEMS = 16
 # Bytes of the items of a shard together, if the function takes no shard; and if it takes one.
 _LEAST_BYTES = 128
 _LEAST_BYTES_OF_SHARDS = 1024
 # Items a shard, on average, until comparing ends; some shards may have ended, or be very slow.
 _ITEM_BUDGET = 32
 # Bytes of one array, or text, that are read.
-_MOST_BYTES = 64 * 1024
+_MAX_BYTES = 64 * 1024
 # Values of one item, in all its containers, that are read.
-_MOST_VALUES = 4096
+_MAX_VALUES = 4096
 # Batches of a worker whose first sample is looked at again when they are complete.
 _WATCHED_BATCHES = 16
 # Levels of containers; an item with more may contain itself.
-_MOST_DEEP = 16
+_MAX_DEEP = 16
 
 Digest = tuple[int, int]
 """A number that differs between items that differ, and the size of the item in bytes."""
@@ -67,7 +67,7 @@ class FirstItems:
         self.takes_shard = takes_shard
         self._least_bytes = _LEAST_BYTES_OF_SHARDS if takes_shard else _LEAST_BYTES
         # Number of shards whose first items have not all come.
-        self._left = shards
+        self._remaining = shards
         self._budget = _ITEM_BUDGET * shards
         self._beginnings: dict[int, _Beginning] = {}
         self._shards: dict[tuple[int, ...], int] = {}
@@ -81,10 +81,10 @@ class FirstItems:
         twin = shard
         if not beginning.is_known:
             beginning.add(value)
-            self._left -= beginning.is_known
+            self._remaining -= beginning.is_known
             if beginning.is_comparable:
                 twin = self._shards.setdefault(tuple(beginning.digests), shard)
-        self.done = twin != shard or not self._left or not self._budget
+        self.done = twin != shard or not self._remaining or not self._budget
         return None if twin == shard else (twin, shard)
 
 
@@ -116,8 +116,8 @@ class _Beginning:
         self._size += found[1]
         count, different = len(self.digests), len(set(self.digests))
         is_long = count >= _LEAST_ITEMS and self._size >= self._least_bytes
-        self.is_known = is_long or count == _MOST_ITEMS
-        are_different = self._are_plain and different == _MOST_ITEMS
+        self.is_known = is_long or count == _MAX_ITEMS
+        are_different = self._are_plain and different == _MAX_ITEMS
         self.is_comparable = are_different or (is_long and different > 1)
 
 
@@ -136,20 +136,20 @@ class SampleWatch:
     """
 
     def __init__(self) -> None:
-        self._left = _WATCHED_BATCHES
+        self._remaining = _WATCHED_BATCHES
 
     def look(self, sample: object) -> Digest | None:
         """Return what is to be given to `has_changed`; None: the batch is not looked at."""
-        if not self._left:
+        if not self._remaining:
             return None
-        self._left -= 1
+        self._remaining -= 1
         return digest(sample)
 
     def has_changed(self, seen: Digest | None, sample: object) -> bool:
         """Return whether a sample is not what it was; True at most once."""
         has_changed = seen is not None and digest(sample) not in (seen, None)
         if has_changed:
-            self._left = 0
+            self._remaining = 0
         return has_changed
 
 
@@ -162,7 +162,7 @@ def digest(value: object) -> Digest | None:
     """
     found = size = 0
     try:
-        for content, nbytes in itertools.islice(_contents(value), _MOST_VALUES):
+        for content, nbytes in itertools.islice(_contents(value), _MAX_VALUES):
             found, size = hash((found, content)), size + nbytes
     except Exception:
         # A class of the user may raise anything. Such items are not compared.
@@ -180,18 +180,18 @@ def _contents(value: Any, depth: int = 0) -> Iterator[tuple[Hashable, int]]:
         value = np.frombuffer(value, np.uint8)
     kind = type(value).__name__
     if isinstance(value, str):
-        yield (len(value), value[:: -(-len(value) // _MOST_BYTES) or 1]), len(value)
+        yield (len(value), value[:: -(-len(value) // _MAX_BYTES) or 1]), len(value)
     elif isinstance(value, (int, float, complex, type(None))):
         yield f"{kind} {value!r}", 0 if value is None else 8
     elif isinstance(getattr(value, "nbytes", None), int):
         yield (kind, *_array_content(value)), int(value.nbytes)
-    elif depth == _MOST_DEEP:
+    elif depth == _MAX_DEEP:
         raise TypeError("this is nested too deeply")
     else:
         parts = _parts_of(value)
         yield (kind, len(parts)), 0
         # Samples from all over a large one.
-        for part in parts[:: -(-len(parts) // _MOST_VALUES) or 1]:
+        for part in parts[:: -(-len(parts) // _MAX_VALUES) or 1]:
             yield from _contents(part, depth + 1)
 
 
@@ -207,10 +207,10 @@ def _parts_of(value: Any) -> list[Any]:
 
 
 def _array_content(value: Any) -> tuple[Hashable, ...]:
-    if value.nbytes > _MOST_BYTES and not is_in_memory(value):
+    if value.nbytes > _MAX_BYTES and not is_in_memory(value):
         raise TypeError("an array of another library may lie in a file, or on a GPU")
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise TypeError("the objects of an array are not read")
-    most = max(1, _MOST_BYTES // max(1, array.itemsize))
+    most = max(1, _MAX_BYTES // max(1, array.itemsize))
     return array.dtype.str, array.shape, array.flat[:: -(-array.size // most) or 1].tobytes()

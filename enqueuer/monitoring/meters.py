@@ -51,7 +51,7 @@ CPU_WAIT_BEFORE = 8
 WORDS = 9
 
 # Begins of epochs that are remembered; of more, every second one is forgotten.
-_MOST_EPOCHS = 256
+_MAX_EPOCHS = 256
 # Nanoseconds until what is not done for each item is done again.
 _LOOK_NS = 5_000_000
 # Nanoseconds; counting a shorter read by its length would take too large a part of it.
@@ -201,7 +201,7 @@ class LoopMeter:
             # Of a long run every second one, then every fourth, and so on.
             if self._begun % self._each == 0:
                 self._epochs.append((now, self.idle))
-            if len(self._epochs) > _MOST_EPOCHS:
+            if len(self._epochs) > _MAX_EPOCHS:
                 self._epochs = self._epochs[1::2]
                 self._each *= 2
 

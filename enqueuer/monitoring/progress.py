@@ -21,7 +21,7 @@ from enqueuer.monitoring.stats import Stats, waits
 T = TypeVar("T")
 
 # Workers that fit into a line.
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 # Nanoseconds between two snapshots of the statistics; each takes a tenth of a millisecond.
 _SNAPSHOT_NS = 500_000_000
 
@@ -170,8 +170,8 @@ def postfix(stats: Stats) -> str:
     text = f"waiting {waits(stats)}, queue {stats.queue_size}/{stats.max_queue_size}"
     if stats.workers:
         busy = [worker.busy_share for worker in stats.workers]
-        shares = " ".join(f"{100 * share:.0f}" for share in busy[:_MOST_WORKERS])
-        more = " ..." if len(busy) > _MOST_WORKERS else ""
+        shares = " ".join(f"{100 * share:.0f}" for share in busy[:_MAX_WORKERS])
+        more = " ..." if len(busy) > _MAX_WORKERS else ""
         text += f", {pluralize(len(busy), 'worker')} busy {shares}{more} %"
     if stats.restart_count:
         text += f", {stats.restart_count} restarted"

@@ -89,9 +89,9 @@ MANY = 64
 # Processes; each has memory of its own, and takes a while to start.
 MANY_PROCESSES = 32
 # Ratio of the elements at once to those now; further away, the numbers say little.
-MOST_GROWTH = 8
+MAX_GROWTH = 8
 # Elements at once in all workers; each takes a thread.
-MOST_AT_ONCE = 1024
+MAX_CONCURRENCY = 1024
 # Ratio of the elements at work after a change to those before; fewer are not worth a change.
 _WORTH_IT = 1.15
 # Ratio of the time for an item, in which all processes make and send it, to the time to make it.
@@ -265,10 +265,10 @@ class Stats:
 
     def wait_quantile(self, share: float) -> float:
         """Return the seconds in which a share of the batches came; accurate to 6 %."""
-        left = max(self._later_items, sum(self.waits.values())) * (1 - share)
+        remaining = max(self._later_items, sum(self.waits.values())) * (1 - share)
         for length in sorted(self.waits, reverse=True):
-            left -= self.waits[length]
-            if left < 0:
+            remaining -= self.waits[length]
+            if remaining < 0:
                 return length
         return 0.0
 
@@ -474,9 +474,9 @@ def _gils(stats: Stats) -> float:
     return 1 if stats.backend == "thread" else len(stats.workers)
 
 
-def most_at_once(workers: int, now: int) -> int:
+def max_concurrency(workers: int, now: int) -> int:
     """Return the most elements at once in each of some workers that a change may name."""
-    return min(max(MANY, MOST_GROWTH * now), MOST_AT_ONCE // workers)
+    return min(max(MANY, MAX_GROWTH * now), MAX_CONCURRENCY // workers)
 
 
 def _other_wait_share(stats: Stats) -> float:
@@ -532,16 +532,16 @@ def _holds_gil(stats: Stats) -> bool:
     return outside < IS_OUTSIDE * total(stats, "other_wait_s")
 
 
-def most_on(cpus: float, computing_share: float) -> int:
+def max_on(cpus: float, computing_share: float) -> int:
     """Return the number of workers for which there are CPUs, if each computes for some of its time.
 
     These are as many as there are CPUs, and those that wait meanwhile. Waits are not spread evenly
     over time, so half as many more of the latter keep the CPUs busy.
 
     Example:
-        >>> most_on(4, 1.0), most_on(4, 0.9), most_on(2, 0.1), most_on(0.5, 1.0)
+        >>> max_on(4, 1.0), max_on(4, 0.9), max_on(2, 0.1), max_on(0.5, 1.0)
         (4, 4, 29, 1)
-        >>> most_on(4, 0.0) > 1000
+        >>> max_on(4, 0.0) > 1000
         True
     """
     share = min(max(computing_share, 1e-6), 1.0)
@@ -617,24 +617,24 @@ def _takes_gil_from_loop(stats: Stats) -> bool:
     """
     if stats.backend != "thread" or stats.loop_switches is None or not usage.has_gil():
         return False
-    own_s = min(_own_cpu_s(stats), stats.working_s)
-    waited_s = stats.working_s - own_s - stats.loop_lacked_s
+    loop_s = min(_own_cpu_s(stats), stats.working_s)
+    waited_s = stats.working_s - loop_s - stats.loop_lacked_s
     by_threads = ratio(total(stats, "cpu_s"), stats.seconds)
     # As `WorkerStats.outside_s`.
     outside_s = waited_s - stats.loop_switches * sys.getswitchinterval()
     is_one_cpu = GIL_IS_BUSY < cpus_used(stats) < MORE_THAN_GIL and by_threads > LOOP_LACKS
-    is_long = waited_s > LOOP_LACKS * stats.working_s < own_s
+    is_long = waited_s > LOOP_LACKS * stats.working_s < loop_s
     return is_one_cpu and is_long and outside_s < IS_OUTSIDE * waited_s
 
 
 def _threads_beside_loop(stats: Stats, itself: str, enough: int) -> Bottleneck:
     """Return the finding that threads run Python code while the loop would."""
     workers = min(enough, len(stats.workers), int(stats.cpus) - 1)
-    own_s = min(_own_cpu_s(stats), stats.working_s)
+    loop_s = min(_own_cpu_s(stats), stats.working_s)
     change = f"backend='process', workers={workers}"
     reason = (
         f"The bottleneck is the source: the loop has its batches in time; {itself}, of which "
-        f"it computes {percent(ratio(own_s, stats.working_s))}. Loop and threads used "
+        f"it computes {percent(ratio(loop_s, stats.working_s))}. Loop and threads used "
         f"{cpus_used(stats):.1f} CPUs in all, so they probably wait for each other: Python code "
         "runs in one thread at a time."
     )
@@ -695,22 +695,22 @@ def _slow_shard(stats: Stats) -> Bottleneck | None:
     waits = [stats.waited_for.get(worker.index, 0.0) for worker in stats.workers]
     at = waits.index(max(waits))
     slow, others = stats.workers[at], stats.workers[:at] + stats.workers[at + 1 :]
-    others_s = statistics.median(worker.per_item_s for worker in others)
-    waits_of_others = statistics.mean(worker.waiting_share for worker in others)
+    rest_s = statistics.median(worker.per_item_s for worker in others)
+    waits_of_other_shards = statistics.mean(worker.waiting_share for worker in others)
     is_slow = (
         bool(slow.shards)
         and max(waits) > WAITED_FOR * sum(waits)
-        and slow.waiting_share < HARDLY_AS_LONG * waits_of_others
+        and slow.waiting_share < HARDLY_AS_LONG * waits_of_other_shards
         # A worker that had no CPU is slow by chance.
         and slow.lacked_s < OFTEN_LACKS_CPU * slow.busy_s
-        and slow.per_item_s > TIMES_SLOWER * others_s
+        and slow.per_item_s > TIMES_SLOWER * rest_s
     )
     if not is_slow:
         return None
     return Bottleneck(
         "slow shard",
         f"The bottleneck is one slow shard: {slow.name} takes {duration(slow.per_item_s)} for an "
-        f"item, the others {duration(others_s)}, and {percent(stats.waiting_share)} of the loop's "
+        f"item, the others {duration(rest_s)}, and {percent(stats.waiting_share)} of the loop's "
         "time goes into waiting, for it.",
         "ordered=False lets the others go ahead, as long as they have items; or give each shard as "
         "much work as the others.",
@@ -833,7 +833,7 @@ def _more_shards(stats: Stats, times: float) -> Advice | None:
     now = sum(len(worker.shards) for worker in stats.workers)
     # The code of all shards of a worker runs one at a time.
     times = min(times, 1 / max(_computing_share(stats), 1e-6))
-    shards = _rounded_up(now * times, most_at_once(1, now))
+    shards = _rounded_up(now * times, max_concurrency(1, now))
     if shards <= now or not elements_wait(stats):
         return None
     change = f"shards={shards}"
@@ -864,7 +864,7 @@ def _more_workers(stats: Stats, wanted: int) -> Advice:
     """Return the advice for shards, or for elements that compute."""
     workers, share = len(stats.workers), _computing_share(stats)
     computes = f"A worker computes {percent(share)} of the time in which it has a CPU"
-    most = most_on(stats.cpus, share)
+    most = max_on(stats.cpus, share)
     many = max(MANY if stats.backend == "thread" else MANY_PROCESSES, 2 * workers)
     enough = int(min(wanted, most, many, _useful(stats)))
     if enough <= workers:
@@ -899,7 +899,7 @@ def _instead_of_threads(stats: Stats, wanted: int) -> Advice:
         )
     lacked = ""
     if used < GIL_IS_BUSY:
-        # Otherwise so little would speak against the GIL.
+        # So little speaks against the GIL, unless the threads also lacked CPUs.
         lacked = f" and had none for {_missed(stats)} of the time in which they could have run"
     text = (
         f"The {elements_at_once(stats)} threads used {used:.1f} CPUs in all{lacked}, so the work "
@@ -930,8 +930,8 @@ def _more_threads(stats: Stats, needed: float) -> Advice | None:
     # Threads that use most of a CPU would soon wait for the GIL.
     if fills_gil(stats):
         return None
-    most = most_on(min(stats.cpus, _gils(stats)), _element_share(stats))
-    each = _rounded_up(min(most, needed) / workers, most_at_once(workers, now // workers))
+    most = max_on(min(stats.cpus, _gils(stats)), _element_share(stats))
+    each = _rounded_up(min(most, needed) / workers, max_concurrency(workers, now // workers))
     if min(each * workers, most) <= _WORTH_IT * now:
         return None
     change = f"concurrency={each}"
@@ -942,15 +942,15 @@ def _more_threads(stats: Stats, needed: float) -> Advice | None:
 def _more_processes(stats: Stats, needed: float) -> Advice | None:
     """Return the advice to make the elements in more processes, each with a GIL, if that helps."""
     workers, now, is_thread = len(stats.workers), elements_at_once(stats), stats.backend == "thread"
-    most_of_one = most_on(1.0, _element_share(stats))
-    processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / most_of_one)))
+    max_of_process = max_on(1.0, _element_share(stats))
+    processes = int(min(stats.cpus, MANY_PROCESSES, math.ceil(needed / max_of_process)))
     if processes <= _gils(stats):
         return None
     change, each = f"workers={processes}", now / workers
     if is_thread:
-        each = _rounded_up(min(most_of_one, needed / processes), MANY)
+        each = _rounded_up(min(max_of_process, needed / processes), MANY)
         change = f"backend='process', {change}, concurrency={each}"
-    if processes * min(each, most_of_one) <= _WORTH_IT * now:
+    if processes * min(each, max_of_process) <= _WORTH_IT * now:
         return None
     text = "rest, but the Python code of all threads of a process runs one at a time: use"
     return Advice(f"{text} {change}.", change)

@@ -35,13 +35,13 @@ from enqueuer.common.text import str_of
 _log = logging.getLogger("enqueuer")
 
 # Bytes of a file: about two million events; viewers take no more.
-MOST_BYTES = 256 * 1000 * 1000
+MAX_BYTES = 256 * 1000 * 1000
 # Bytes of one write, which the system does not split.
 FLUSH_BYTES = 32 * 1024
 # Nanoseconds of events that a killed worker loses at most.
 FLUSH_NS = 500_000_000
 # Characters of an error.
-_MOST_TEXT = 200
+_MAX_TEXT = 200
 _Args = Mapping[str, Any]
 
 # The begin of each file, by which our own are recognized.
@@ -91,7 +91,7 @@ class Row:
         self._name = name
         self._pid = os.getpid()
         self._ids = {"pid": self._pid, "tid": tid}
-        self._kept = bytearray()
+        self._buffer = bytearray()
         # End of the last span, and when what is kept is to be written.
         self._since = self._due = clock()
         self._is_full = False
@@ -147,10 +147,10 @@ class Row:
             return
         line, now = self._line(phase, name, args, **more), clock()
         with self._lock:
-            if not self._kept:
+            if not self._buffer:
                 self._due = now + FLUSH_NS
-            self._kept += line + b",\n"
-            if len(self._kept) > FLUSH_BYTES or now > self._due:
+            self._buffer += line + b",\n"
+            if len(self._buffer) > FLUSH_BYTES or now > self._due:
                 self.flush()
 
     def _line(self, phase: str, name: str, args: _Args, **more: Any) -> bytes:
@@ -160,13 +160,13 @@ class Row:
     def flush(self) -> None:
         """Write the events that are kept; if the file is full, only that, once."""
         with self._lock:
-            kept, self._kept = self._kept, bytearray()
-            if not kept or self._fd is None or not self._is_mine():
+            buffered, self._buffer = self._buffer, bytearray()
+            if not buffered or self._fd is None or not self._is_mine():
                 return
-            if os.fstat(self._fd.fileno()).st_size > MOST_BYTES:
+            if os.fstat(self._fd.fileno()).st_size > MAX_BYTES:
                 self._is_full = True
-                kept[:] = self._line("i", "full", {"limit_bytes": MOST_BYTES}, s="p") + b",\n"
-            self._write(kept)
+                buffered[:] = self._line("i", "full", {"limit_bytes": MAX_BYTES}, s="p") + b",\n"
+            self._write(buffered)
 
     def end(self) -> None:
         """Record the last instant, so that the file is JSON in the strict sense, and close it."""
@@ -343,4 +343,4 @@ def path_of_part(path: str, number: int, count: int) -> str:
 def text_of(error: BaseException) -> str:
     """Return an error in a line, also if its `__repr__` fails."""
     text = str_of(error, repr)
-    return text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + "..."
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."

@@ -96,7 +96,7 @@ def has_gil() -> bool:
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
-def own_bytes(pid: int) -> int | None:
+def unshared_bytes(pid: int) -> int | None:
     """Return the memory of a process, with its part of what it shares; None if not known."""
     found = _or_none(_number, f"/proc/{pid}/smaps_rollup", "\nPss:")
     return _or_none(_rss_bytes, pid) if found is None else 1024 * found
@@ -119,8 +119,8 @@ def available_bytes(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int
         # There is no such group, or its limit is "max".
         if most is None or now is None or stat is None:
             continue
-        left = max(0, most - now + sum(stat.get(name, 0) for name in cached))
-        free = left if free is None else min(free, left)
+        available = max(0, most - now + sum(stat.get(name, 0) for name in cached))
+        free = available if free is None else min(free, available)
     return free
 
 

@@ -14,7 +14,7 @@ An epoch is one run through the source. It consists of items with numbers:
     ticket      the order to do one task; it has the number of the task
     turn        what must be taken next: a shard, or a task; ANY if all will do
     position    a place between two items, as an `Epoch` of what is left: the rest
-    share       the shards that a rank has of an epoch, if what was left of it was divided anew, as
+    share       the shards that a rank has of an epoch, if what remained of it was divided anew, as
                 positions of other ranks were merged
     place       the index of an element in the order of the epoch, over all ranks
     division    the place from which on elements were divided anew, and later ones that were done
@@ -22,22 +22,22 @@ An epoch is one run through the source. It consists of items with numbers:
 Numbers of one shard, or of all tasks:
 
     0 1 2 3 4 5 6 7 8 9
-    G G - G - G R R . .     G given to the loop     - left out     R ready     . the rest
+    D D - D - D R R . .     D delivered     - left out     R ready     . pending: the rest
                 ^           the position: `Start.number` is 6, and `left_out` is 2
                     ^       the next number that is taken
 
 An item has a `Stage`, which changes by `CHANGES`. A position of shards counts what was left out
 behind it as of the rest; `done` of tasks keeps it. Besides:
 
-    done        a task of a later number than one that is not done was given, or left out
-    ended       a shard has no turn any more. When none has, the epoch is done
+    done        a task of a later number than one that is not done was delivered, or left out
+    ended       a shard has no turn any more. When none has, the epoch is over
     failed      the failure stays in the place of the item, and is returned again and again; if it
                 is skipped, it is passed over
 
 What holds:
 
-    Each item comes once. What was given before a position, and what is given by a run that begins
-    there, are together what a whole epoch gives.
+    Each item comes once. What was delivered before a position, and what is delivered by a run that
+    begins there, are together a whole epoch.
 
     If `ordered`, the sequence is a function of the seed, of the shards and of the source. It does
     not depend on workers: their number, their speed, their deaths. Else the sequence depends on
@@ -54,7 +54,7 @@ What is left, if something ends early:
     a worker that died      the shards that it ran, with what is ready counted as taken. Of tasks:
                             those that have no result and that no living worker has
     another set of workers  the position, with what is ready counted as taken; all tickets
-    an error that is raised what comes before it is given; the item that failed is of the rest
+    an error that is raised what comes before it is delivered; the item that failed is of the rest
     `stop()`                the position, with what is ready in the rest
     `epochs=n`              no epoch begins early after that with number n - 1
     `first_item`            the same position: the shard begins there, and makes no item again
@@ -66,16 +66,16 @@ import enum
 class Stage(enum.Enum):
     """How far an item, or a task, is on its way to the loop."""
 
-    REST = "neither given nor left out"
+    PENDING = "neither delivered nor left out"
     READY = "taken, and still of the rest"
-    GIVEN = "returned by next(), or about to be"
+    DELIVERED = "returned by next(), or about to be"
     LEFT_OUT = "None, or a failure that was skipped"
 
 
 CHANGES = {
-    (Stage.REST, "take"): Stage.READY,
-    (Stage.REST, "pass over"): Stage.LEFT_OUT,
-    (Stage.READY, "give"): Stage.GIVEN,
-    (Stage.READY, "stop"): Stage.REST,
+    (Stage.PENDING, "take"): Stage.READY,
+    (Stage.PENDING, "pass over"): Stage.LEFT_OUT,
+    (Stage.READY, "deliver"): Stage.DELIVERED,
+    (Stage.READY, "stop"): Stage.PENDING,
 }
 """The next stage by each event. A death, or a change of workers, is none."""

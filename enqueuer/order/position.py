@@ -23,7 +23,7 @@ VERSION = 1
 # Their classes and functions say little of the data, or are names of this package.
 _NAMELESS = frozenset({"builtins", "itertools", "functools", "numpy", "torch", "enqueuer"})
 # Characters of a text, so that a state of many shards stays below 1 KiB.
-_MOST_TEXT = 60
+_MAX_TEXT = 60
 
 # Values that are left out of a state if they are None.
 _OPTIONAL = {"batch_size": None, "shuffle_buffer": None}
@@ -33,11 +33,11 @@ _OF_SHARDS = (
 )
 
 # A word of the key of a seed. Besides, a sequence has callbacks for each epoch.
-_MOST_EPOCHS = 2**32
+_MAX_EPOCHS = 2**32
 # Of a damaged state: more would take all memory, or are no size that a computer counts.
-_MOST_RANKS, _MOST = 100_000, 2**48
+_MAX_RANKS, _MAX_NUMBER = 100_000, 2**48
 # Numbers that a message lists.
-_MOST_NAMED = 10
+_MAX_NAMED = 10
 
 State = Mapping[str, Any]
 
@@ -183,9 +183,9 @@ def named(**things: object) -> dict[str, Any]:
 
 def shortened(text: str) -> str:
     """Return a text as it is, or the beginning of a long one and a number that stands for it."""
-    if len(text) <= _MOST_TEXT:
+    if len(text) <= _MAX_TEXT:
         return text
-    return f"{text[: _MOST_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
+    return f"{text[: _MAX_TEXT // 2]}... ({zlib.crc32(text.encode('utf-8', 'surrogatepass'))})"
 
 
 def changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -237,7 +237,7 @@ def check_format(state: State, kind: str | None = None) -> Epoch:
         rank, world_size = state["rank"], state["world_size"]
         # A merged one has no rank.
         if (rank, world_size) != (None, None):
-            checks.rank(rank, _count("world_size", world_size, most=_MOST_RANKS))
+            checks.rank(rank, _count("world_size", world_size, limit=_MAX_RANKS))
         for name, least in (("shards", 1), ("batch_size", 1), ("length", 0)):
             # The others may be None.
             if name in state and (name == "shards" or state[name] is not None):
@@ -249,7 +249,7 @@ def check_shards(state: State, epoch: Epoch) -> None:
     """Raise StateMismatch unless a position accounts for each shard of its rank exactly once."""
     own = shards_in(state)
     known = own if isinstance(own, range) else frozenset(own)
-    strangers = [shard for shard in epoch.starts or () if shard not in known][:_MOST_NAMED]
+    strangers = [shard for shard in epoch.starts or () if shard not in known][:_MAX_NAMED]
     if strangers:
         raise StateMismatch(f"the state has positions of shards {strangers}, not of {own}")
     # An early version saved no ends.
@@ -258,13 +258,13 @@ def check_shards(state: State, epoch: Epoch) -> None:
     accounted = frozenset([*epoch.starts, *state["ended"]])
     # Only the first ones, as a damaged state may have any number of shards.
     lacking = (shard for shard in own if shard not in accounted)
-    if missing := sorted(itertools.islice(lacking, _MOST_NAMED)):
+    if missing := sorted(itertools.islice(lacking, _MAX_NAMED)):
         raise StateMismatch(f"the state has neither a position nor the end of shards {missing}")
 
 
 def _epoch(state: State) -> Epoch:
     """Return the position; raise ValueError or TypeError if that cannot be one."""
-    number = _count("epoch", state["epoch"], most=_MOST_EPOCHS)
+    number = _count("epoch", state["epoch"], limit=_MAX_EPOCHS)
     positions = state["positions"]
     if positions is None:
         return Epoch(number)
@@ -275,7 +275,7 @@ def _epoch(state: State) -> Epoch:
     # Usually the state is that of the position itself.
     rows = [(*row, 0) if len(row) == 2 else row for row in state.get("states", ())]
     _numbers("states", [shard for shard, _, _ in rows])
-    states = {s: (own, _count("behind", behind, most=numbers[s])) for s, own, behind in rows}
+    states = {s: (own, _count("behind", behind, limit=numbers[s])) for s, own, behind in rows}
     starts = {shard: Start(item, *states.get(shard, ())) for shard, item in numbers.items()}
     _numbers("positions and ended", [*shards, *state.get("ended", ())])
     first = min(numbers.values(), default=0)
@@ -283,10 +283,10 @@ def _epoch(state: State) -> Epoch:
     share = _numbers("share", state["share"]) if "share" in state else None
     if "shards" in state:
         for shard, count in left_out_of(state).items():
-            count = _count("left_out", count, most=numbers[shard])
+            count = _count("left_out", count, limit=numbers[shard])
             starts[shard] = starts[shard]._replace(left_out=count)
         return Epoch(number, starts, done, share=share)
-    left_out = _count("left_out", state.get("left_out", 0), most=first + len(done))
+    left_out = _count("left_out", state.get("left_out", 0), limit=first + len(done))
     return Epoch(number, starts, done, left_out, division=share)
 
 
@@ -313,8 +313,8 @@ def _numbers(name: str, values: Iterable[Any], least: int = 0) -> tuple[int, ...
     return numbers
 
 
-def _count(name: str, value: Any, least: int = 0, most: float = _MOST) -> int:
+def _count(name: str, value: Any, least: int = 0, limit: float = _MAX_NUMBER) -> int:
     number = checks.integer(name, value, least)
-    if number > most:
+    if number > limit:
         raise ValueError(f"{name} is out of range: {number}")
     return number

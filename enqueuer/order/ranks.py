@@ -33,7 +33,7 @@ _OF_RANK = {
     *("left_out", "error_count", "total_items"),
 }
 # Elements that ranks may be apart, as each is remembered.
-_MOST_APART = 10**7
+_MAX_APART = 10**7
 
 
 def merge_states(states: Iterable[State]) -> dict[str, Any]:
@@ -133,17 +133,17 @@ def of_rank(state: State, rank: int, world_size: int, in_step: bool) -> State:
         if saved[1] == world_size and state["length"] is not None:
             return {**state, "rank": rank, "positions": [[0, _reached(state, rank)]]}
         state = merge_states([{**state, "rank": other} for other in range(saved[1])])
-    own = {**state, "rank": rank, "world_size": world_size}
+    part = {**state, "rank": rank, "world_size": world_size}
     if positions is None or shards is None:
-        return own
+        return part
     opened = [shard for shard, _ in state["positions"]][rank::world_size]
     # One rank says of all shards that have ended that they have.
-    own["ended"] = state["ended"] if rank == 0 else []
-    own["share"] = [*opened, *own["ended"]]
+    part["ended"] = state["ended"] if rank == 0 else []
+    part["share"] = [*opened, *part["ended"]]
     for name in ("positions", "states"):
-        own[name] = [pair for pair in state.get(name, ()) if pair[0] in opened]
-    own["left_out"] = [pair for pair in left_out_of(state).items() if pair[0] in opened]
-    return own
+        part[name] = [pair for pair in state.get(name, ()) if pair[0] in opened]
+    part["left_out"] = [pair for pair in left_out_of(state).items() if pair[0] in opened]
+    return part
 
 
 def _reached(state: State, rank: int) -> int:
@@ -238,20 +238,20 @@ def _merged_shards(states: Sequence[State], are_others_ahead: bool) -> dict[str,
             turns.append((rounds, shard, number))
             before = shard
     known = [*ended, *(shard for _, shard, _ in turns)]
-    others = {*range(states[0]["shards"])}.difference(known)
-    if len({*known}) < len(known) or (others and not are_others_ahead):
+    unknown = {*range(states[0]["shards"])}.difference(known)
+    if len({*known}) < len(known) or (unknown and not are_others_ahead):
         raise StateMismatch(
             "the states are not of one run: together they do not have each shard once, so they "
             "were resumed from different states"
         )
     merged: dict[str, Any] = {
         "positions": [[shard, number] for _, shard, number in sorted(turns)],
-        "ended": sorted([*ended, *others]),
+        "ended": sorted([*ended, *unknown]),
     }
     if counts := of_each({shard: left_out.get(shard, 0) for _, shard, _ in turns}):
         merged["left_out"] = counts
-    own_states = [pair for state in states for pair in state.get("states", ())]
-    return {**merged, "states": own_states} if own_states else merged
+    item_states = [pair for state in states for pair in state.get("states", ())]
+    return {**merged, "states": item_states} if item_states else merged
 
 
 def _merged_tasks(states: Sequence[State], ahead: Sequence[int]) -> dict[str, Any]:
@@ -279,10 +279,10 @@ def _merged_tasks(states: Sequence[State], ahead: Sequence[int]) -> dict[str, An
     while count in done:
         count += 1
     # Number of places that are left before each hole.
-    left: list[int] = [hole - base - at for at, hole in enumerate(holes)]
+    offsets: list[int] = [hole - base - at for at, hole in enumerate(holes)]
 
     def place_of(number: int) -> int:
-        return int(base) + number + bisect_right(left, number)
+        return int(base) + number + bisect_right(offsets, number)
 
     begin = place_of(count)
     later = [place_of(at) for at in sorted(done) if at > count]
@@ -296,7 +296,7 @@ def _counts_of(states: Sequence[State]) -> tuple[int, set[int]]:
     size, world_size = states[0]["batch_size"] or 1, states[0]["world_size"]
     numbers = [state["positions"][0][1] if state["positions"] else 0 for state in states]
     least = min(numbers)
-    if size * sum(number - least for number in numbers) > _MOST_APART:
+    if size * sum(number - least for number in numbers) > _MAX_APART:
         raise StateMismatch("the ranks are too far apart: take the states of all at the same step")
     later = {
         state["rank"] + at * world_size

@@ -66,7 +66,7 @@ class ShardOrder(EpochOrder):
     Attributes:
         numbers: Number of the next item of each shard.
         steps: Number of items that were taken.
-        done: Whether every shard has ended.
+        is_over: Whether every shard has ended.
         yielded: Number of items that were made of what has ended, those of None included.
 
     Example:
@@ -89,9 +89,9 @@ class ShardOrder(EpochOrder):
         self._first = self.numbers.copy()
         # How many items each shard has given, when they were counted last, after how many steps,
         # and the shards that had not ended, in the order of their turns from then on.
-        self._given = {shard: start.number - start.left_out for shard, start in starts.items()}
+        self._delivered = {shard: start.number - start.left_out for shard, start in starts.items()}
         self._counted, self._open = 0, list(starts)
-        self.done = not starts
+        self.is_over = not starts
         self._recent = recent
         self._states = {
             shard: deque([start], recent)
@@ -127,14 +127,14 @@ class ShardOrder(EpochOrder):
         self.yielded += number
         self._count()
         self._open.remove(shard)
-        self.done = not self._open
+        self.is_over = not self._open
 
     def _count(self) -> None:
         """Count what was taken since the last time, when each open shard had its turn."""
         if self.ordered and self._open:
             rounds, more = divmod(self.steps - self._counted, len(self._open))
             for at, shard in enumerate(self._open):
-                self._given[shard] += rounds + (at < more)
+                self._delivered[shard] += rounds + (at < more)
             self._counted, self._open = self.steps, self._open[more:] + self._open[:more]
 
     # --- answers ---
@@ -170,10 +170,10 @@ class ShardOrder(EpochOrder):
         numbers = {shard: again.get(shard, self.numbers[shard]) for shard in shards}
         starts = {shard: self._start_of(shard, number) for shard, number in numbers.items()}
         if self.ordered:
-            given = Counter(self._given)
-            given.subtract(item[0] for item in ready)
+            delivered = Counter(self._delivered)
+            delivered.subtract(item[0] for item in ready)
             for shard, start in starts.items():
-                starts[shard] = start._replace(left_out=start.number - given[shard])
+                starts[shard] = start._replace(left_out=start.number - delivered[shard])
         return Epoch(self.epoch.number, starts, share=self.epoch.share)
 
     def _start_of(self, shard: int, number: int) -> Start:
@@ -211,7 +211,7 @@ class TaskOrder(EpochOrder):
         >>> order = TaskOrder(Epoch(0, {0: Start(2)}), first=100, ordered=True)
         >>> order.was_taken(101), order.was_taken(102), order.turn()
         (True, False, 102)
-        >>> order.take(102); order.end_at(103); order.done
+        >>> order.take(102); order.end_at(103); order.is_over
         True
     """
 
@@ -221,7 +221,7 @@ class TaskOrder(EpochOrder):
         self.first = first
         self.next = first + start.number
         self.taken = {first + number for number in epoch.done}
-        self._given = start.number + len(epoch.done) - epoch.left_out
+        self._delivered = start.number + len(epoch.done) - epoch.left_out
         self._advance()
         self.end: int | None = None
         # before the task, of a reader that has a state
@@ -236,7 +236,7 @@ class TaskOrder(EpochOrder):
 
     def take(self, number: int, has_item: bool = True) -> None:
         """Note that a task was taken, or only passed over, as it has no item."""
-        self._given += has_item
+        self._delivered += has_item
         if number == self.next and not self.taken:
             self.next += 1
         else:
@@ -263,7 +263,7 @@ class TaskOrder(EpochOrder):
     # --- answers ---
 
     @property
-    def done(self) -> bool:
+    def is_over(self) -> bool:
         return self.next == self.end
 
     @property
@@ -295,7 +295,7 @@ class TaskOrder(EpochOrder):
         later = {*range(number, self.next), *self.taken} - again
         done = tuple(sorted(at - self.first for at in later))
         start = Start(number - self.first, self._states.get(number))
-        left_out = start.number + len(done) - (self._given - len(ready))
+        left_out = start.number + len(done) - (self._delivered - len(ready))
         return Epoch(self.epoch.number, {0: start}, done, left_out, division=self.epoch.division)
 
     def is_before(self, shard: int, number: int, position: Epoch) -> bool:
@@ -363,10 +363,10 @@ class Results:
         """Forget the skipped errors of a task that will run again."""
         self._skipped.pop(number, None)
 
-    def take(self, order: TaskOrder, most: int) -> list[ItemTuple]:
+    def take(self, order: TaskOrder, limit: int) -> list[ItemTuple]:
         """Take results as long as they are next: at most so many."""
         taken: list[ItemTuple] = []
-        while len(taken) < most and isinstance(item := self._head(order), tuple):
+        while len(taken) < limit and isinstance(item := self._head(order), tuple):
             self._remove(order, item[1])
             taken.append(item)
         return taken

@@ -469,7 +469,7 @@ def mapping_at(address: int) -> Mapping | None:
 
 # The system allows 65530 mappings, and fewer where each keeps a descriptor. A loop that keeps
 # more batches of one worker than these gets copies.
-_MOST_LEASED = 4096 if MAP_OPTIONS else 64
+_MAX_LEASED = 4096 if MAP_OPTIONS else 64
 
 
 class Lease(weakref.ref[np.ndarray]):
@@ -552,9 +552,9 @@ class BlockMap:
         return anchor.copy().data if are_many else anchor.data
 
     def _many_are_leased(self) -> bool:
-        if len(self._memory) <= _MOST_LEASED:
+        if len(self._memory) <= _MAX_LEASED:
             return False
-        return sum(anchor() is not None for anchor in self._leases.values()) >= _MOST_LEASED
+        return sum(anchor() is not None for anchor in self._leases.values()) >= _MAX_LEASED
 
     def drop(self, number: int) -> None:
         """Forget a block that the worker gave up."""

@@ -45,13 +45,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from enqueuer.common.descriptors import is_portable, own_sockets
+from enqueuer.common.descriptors import is_portable, owned_sockets
 from enqueuer.common.text import an
 from enqueuer.errors import ItemNotPicklable
 from enqueuer.monitoring import meters
 from enqueuer.order.messages import Ticket
 from enqueuer.transport.memory import map_shared, nameless_file, open_nameless, read_whole
-from enqueuer.workers.plan import MOST_THREADS
+from enqueuer.workers.plan import MAX_THREADS
 
 
 class Kind(enum.IntEnum):
@@ -121,8 +121,8 @@ MAX_PACKET = 64 * 1024
 HAS_SEQPACKET = hasattr(socket, "SOCK_SEQPACKET") and hasattr(os, "pidfd_open")
 
 # Descriptors that come with one packet.
-_MOST_FDS = 5
-_ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
+_MAX_FDS = 5
+_ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _HOW = MAX_PACKET, _ANCILLARY, _FLAGS
 # In a stream, before each packet: its length, and the number of descriptors that belong to it.
@@ -143,7 +143,7 @@ def pair(
         kind = socket.SOCK_SEQPACKET if has_packets else otherwise
     ends = socket.socketpair(socket.AF_UNIX, kind)
     for end in ends:
-        # Otherwise the program's `socket.setdefaulttimeout()` would hold for them.
+        # Without this, the program's `socket.setdefaulttimeout()` would hold for them.
         end.setblocking(True)
     return ends
 
@@ -274,13 +274,13 @@ def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 def send_descriptors(packets: Packets, fds: Sequence[int]) -> None:
     """Send any number of descriptors, in packets of their own."""
-    for start in range(0, len(fds), _MOST_FDS):
-        packets.send(b"+", fds[start : start + _MOST_FDS])
+    for start in range(0, len(fds), _MAX_FDS):
+        packets.send(b"+", fds[start : start + _MAX_FDS])
 
 
 def packets_of(count: int) -> int:
     """Return the number of packets with which `send_descriptors` sends so many descriptors."""
-    return -(-count // _MOST_FDS)
+    return -(-count // _MAX_FDS)
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class Records:
 
 # Kinds of records: their numbers, and most of them. Each ticket that a worker has needs a claim,
 # and a watch is that of the worker's own thread, or of one of two threads for each coroutine.
-_KINDS = ((EPOCH + 1, 1), (1, MOST_THREADS), (3, 1 + 2 * MOST_THREADS))
+_KINDS = ((EPOCH + 1, 1), (1, MAX_THREADS), (3, 1 + 2 * MAX_THREADS))
 _SIZES = [Records.bytes_of(*kind) for kind in _KINDS]
 
 
@@ -422,7 +422,7 @@ class TaskQueue:
     """
 
     def __init__(self) -> None:
-        ours, self._theirs = own_sockets(pair(otherwise=socket.SOCK_DGRAM))
+        ours, self._theirs = owned_sockets(pair(otherwise=socket.SOCK_DGRAM))
         self.shows_room = ours.type != socket.SOCK_DGRAM
         self._packets = Packets(ours)
 

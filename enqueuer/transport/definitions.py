@@ -68,15 +68,15 @@ class Program(NamedTuple):
 
     Attributes:
         main: Attributes of the main module that are no definitions, such as `__file__`.
-        rest: Pickle of the definitions of the main module that the source does not refer to; files
-            that the worker reads may do so.
+        deferred: Pickle of the definitions of the main module that the source does not refer to;
+            files that the worker reads may do so.
         names: Names of these definitions.
         lines: Source lines of code that has no file, such as that of a notebook, by the name of
             the file in its tracebacks.
     """
 
     main: dict[str, Any]
-    rest: bytes
+    deferred: bytes
     names: frozenset[str]
     lines: dict[str, list[str]]
 
@@ -100,20 +100,20 @@ class _Main(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in _program.names:
-            _load_rest()
+            _load_deferred()
             if name in vars(self):
                 return vars(self)[name]
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
-def _load_rest() -> None:
+def _load_deferred() -> None:
     global _program
     with _lock:
-        rest, main = _program.rest, vars(sys.modules["__main__"])
-        _program = _program._replace(rest=b"", names=frozenset())
+        deferred, main = _program.deferred, vars(sys.modules["__main__"])
+        _program = _program._replace(deferred=b"", names=frozenset())
         # What functions of the source have set must stay.
         before = dict(main)
-        for data in pickle.loads(rest) if rest else ():
+        for data in pickle.loads(deferred) if deferred else ():
             main.update(pickle.loads(data))
         main.update(before)
 
@@ -126,7 +126,7 @@ def program_of(pickler: Pickler) -> Program:
     """
     if _program.names:
         # This is a worker itself.
-        _load_rest()
+        _load_deferred()
     main = sys.modules["__main__"]
     values = {name: vars(main)[name] for name in _ATTRIBUTES if name in vars(main)}
     values["__name__"] = main.__name__
@@ -134,24 +134,24 @@ def program_of(pickler: Pickler) -> Program:
     if spec is not None:
         # Its loader may not be picklable; multiprocessing wants the name.
         values["__spec__"] = importlib.machinery.ModuleSpec(spec.name, None, origin=spec.origin)
-    left = {
+    unsent = {
         name: value
         for name, value in list(vars(main).items())
         if isinstance(value, _DEFINITIONS)
         and (value.__module__, value.__qualname__) == (main.__name__, name)
         and _ids.get(value) not in pickler.sent
     }
-    pickles = _pickles_of(left, pickler)
+    pickles = _pickles_of(unsent, pickler)
     lines = {file: found for file, found in pickler.lines.items() if found}
-    return Program(values, pickle.dumps(pickles) if pickles else b"", frozenset(left), lines)
+    return Program(values, pickle.dumps(pickles) if pickles else b"", frozenset(unsent), lines)
 
 
 _ATTRIBUTES = ("__file__", "__package__", "__doc__", "__path__")
 _DEFINITIONS = (type, FunctionType, functools._lru_cache_wrapper)
 # Code and small values; a definition with more has data of its own.
-_MOST_REST_BYTES = 1 << 18
+_MAX_DEFERRED_BYTES = 1 << 18
 # Each that fails may have pickled all the others, so a start would take seconds.
-_MOST_FAILED = 10
+_MAX_FAILED = 10
 
 
 def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]:
@@ -159,21 +159,21 @@ def _pickles_of(definitions: Mapping[str, Any], pickler: Pickler) -> list[bytes]
     if not definitions:
         return []
     file = io.BytesIO()
-    own = Pickler(file, known=pickler.sent, is_rest=True)
+    tried = Pickler(file, known=pickler.sent, is_deferred=True)
     try:
-        own.dump(dict(definitions))
+        tried.dump(dict(definitions))
     except Exception:
         is_sent = False
     else:
-        is_sent = file.tell() <= _MOST_REST_BYTES
+        is_sent = file.tell() <= _MAX_DEFERRED_BYTES
     if is_sent:
-        pickler.sent.update(own.sent)
+        pickler.sent.update(tried.sent)
         return [file.getvalue()]
     if len(definitions) == 1:
         return []
     pickles: list[bytes] = []
     failed, names = 0, list(definitions)
-    while names and failed < _MOST_FAILED:
+    while names and failed < _MAX_FAILED:
         found = _pickles_of({names[-1]: definitions[names.pop()]}, pickler)
         pickles += found
         failed += not found
@@ -203,8 +203,8 @@ def _id_of(definition: Any) -> str:
 
 def _find(key: str) -> Any:
     found = _by_id.get(key)
-    if found is None and _program.rest:
-        _load_rest()
+    if found is None and _program.deferred:
+        _load_deferred()
         found = _by_id.get(key)
     if found is None:
         raise pickle.UnpicklingError(
@@ -244,10 +244,10 @@ def _receive(
 
 def _finish(definition: Any, state: tuple[str, Callable[..., Any], Any]) -> None:
     """Set the state of a definition if it was made just now."""
-    key, set_state, given = state
+    key, set_state, arguments = state
     # If the state could not be loaded, the next message brings it again.
     if key in _unfinished:
-        set_state(definition, given)
+        set_state(definition, arguments)
         with _lock:
             _unfinished.discard(key)
 
@@ -285,8 +285,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         by_name: Whether the other side also has all definitions that stand in a module.
         is_source: Whether a source is pickled: its definitions stay in the worker, and share the
             globals of their module.
-        is_rest: Whether these are the definitions that the source does not need; of their globals,
-            only plain values go with them.
+        is_deferred: Whether these are the definitions that the source does not need; of their
+            globals, only plain values go with them.
         held: What importable modules hold, by its id: the module and the name there. An object of
             these that cannot be pickled goes by that name.
 
@@ -304,7 +304,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         known: Mapping[str, Any] | None = None,
         by_name: bool = False,
         is_source: bool = False,
-        is_rest: bool = False,
+        is_deferred: bool = False,
         held: Mapping[int, tuple[str, str]] | None = None,
     ) -> None:
         super().__init__(file, protocol=protocol, buffer_callback=buffer_callback)
@@ -314,8 +314,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
             known, by_name = (_by_id, True) if is_fork_of_program() else (received, False)
         self._known = known
         self._by_name = by_name
-        self._stays = is_source or is_rest
-        self._is_rest = is_rest
+        self._stays = is_source or is_deferred
+        self._is_deferred = is_deferred
         self._held = held or {}
         # By the name of a module, whether workers can import it.
         self._importable: dict[str, bool] = {}
@@ -388,7 +388,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if slots and len(args) == _OF_CLASS:
             # A class that has been made gets no slots any more.
             args[_ATTRIBUTES_OF_CLASS]["__slots__"] = slots
-        if isinstance(value, FunctionType) and (self._is_rest or self._held):
+        if isinstance(value, FunctionType) and (self._is_deferred or self._held):
             names = state[1]["__globals__"]
             state[1]["__globals__"] = dict(filter(None, map(self._global, names.items())))
         key = _id_of(value)
@@ -411,7 +411,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _global(self, item: tuple[str, Any]) -> tuple[str, Any] | None:
         """Return a global of a function as it travels; None if it stays here."""
         name, value = item
-        if self._is_rest and not _is_plain(value):
+        if self._is_deferred and not _is_plain(value):
             return None
         # Pickle does not ask us about containers.
         is_held = isinstance(value, (dict, list, set)) and id(value) in self._held
@@ -454,14 +454,14 @@ _PLAIN = (
     *(ModuleType, type, FunctionType, BuiltinFunctionType, MethodDescriptorType),
 )
 # Members of a container of these.
-_MOST_MEMBERS = 100
+_MAX_MEMBERS = 100
 
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         value = (*value, *value.values())
     if isinstance(value, (tuple, list, set, frozenset)):
-        return len(value) <= _MOST_MEMBERS and all(map(_is_plain, value))
+        return len(value) <= _MAX_MEMBERS and all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
 
 
@@ -496,7 +496,7 @@ def announce(value: object) -> None:
     """
     seen: set[int] = set()
     waiting: collections.deque[Any] = collections.deque([value])
-    while waiting and len(seen) < _MOST_PARTS:
+    while waiting and len(seen) < _MAX_PARTS:
         part = waiting.popleft()
         if id(part) not in seen:
             seen.add(id(part))
@@ -506,7 +506,7 @@ def announce(value: object) -> None:
 
 
 # Objects that are looked at for local definitions; those of a usual source are some dozens.
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 
 
 def is_picklable(value: object) -> bool:
@@ -555,8 +555,8 @@ def held_by_modules() -> dict[int, tuple[str, str]]:
         if name in _MAIN or not isinstance(module, ModuleType):
             continue
         found = {
-            id(value): (name, own)
-            for own, value in list(vars(module).items())
+            id(value): (name, tried)
+            for tried, value in list(vars(module).items())
             # Not `isinstance()`: a proxy's `__class__` may warn or raise.
             if not issubclass(type(value), _PLAIN)
         }
@@ -646,8 +646,8 @@ def _reduce_context_variable(variable: contextvars.ContextVar[Any]) -> Any:
 
 
 def _context_variable(name: str, *default: Any) -> contextvars.ContextVar[Any]:
-    given: Any = {"default": default[0]} if default else {}
-    return contextvars.ContextVar(name, **given)
+    arguments: Any = {"default": default[0]} if default else {}
+    return contextvars.ContextVar(name, **arguments)
 
 
 def _reduce_flags(flags: Any) -> Any:

@@ -111,7 +111,7 @@ def _raised_at(place: Place) -> TracebackType:
 _GROUP: type | tuple[()] = getattr(builtins, "BaseExceptionGroup", ())
 
 # Frames of a traceback; recursion limits make pickling of some hundreds fail.
-MOST_FRAMES = 50
+MAX_FRAMES = 50
 _HEAD_FRAMES = 20
 
 
@@ -119,8 +119,8 @@ def reduce(obj: object) -> Any:
     """Return what pickle needs for an exception or a traceback; NotImplemented for others."""
     if isinstance(obj, TracebackType):
         places = list(_places(obj))
-        if len(places) > MOST_FRAMES:
-            places = places[:_HEAD_FRAMES] + places[_HEAD_FRAMES - MOST_FRAMES :]
+        if len(places) > MAX_FRAMES:
+            places = places[:_HEAD_FRAMES] + places[_HEAD_FRAMES - MAX_FRAMES :]
         return _rebuilt, (places,)
     if isinstance(obj, BaseException):
         # tblib loses the arguments of an `__init__` in C, unless it counts as a built-in one.
@@ -287,7 +287,7 @@ def describe_culprit(value: object, error: BaseException) -> str:
     """Return a sentence that says which part of an item cannot be pickled, and why."""
     path, part = find_culprit("item", value)
     if inspect.iscoroutine(part):
-        # Otherwise Python warns of it.
+        # Without this, Python warns of it.
         part.close()
         return f"{path} is {NOT_AWAITED}"
     return (

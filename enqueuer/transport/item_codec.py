@@ -125,9 +125,9 @@ def _carrier_of(tensor: Any) -> np.ndarray:
 
 
 # Buffers out of band: the table of an item's buffers must fit into a frame.
-_MOST_BUFFERS = 1024
+_MAX_BUFFERS = 1024
 # Dtypes that are remembered; a program that makes more of them starts anew.
-_MOST_DTYPES = 1000
+_MAX_DTYPES = 1000
 
 Buffer = memoryview | np.ndarray
 """Bytes beside a pickle: contiguous ones, or an array that is not."""
@@ -218,7 +218,7 @@ class Encoder:
         view: Buffer | None = self._strided.pop(id(buffer), None) if self._strided else None
         if view is None:
             view = buffer.raw()
-            if view.nbytes < OUT_OF_BAND_BYTES or len(self._buffers) == _MOST_BUFFERS:
+            if view.nbytes < OUT_OF_BAND_BYTES or len(self._buffers) == _MAX_BUFFERS:
                 return True
         self._buffers.append(view)
         return False
@@ -246,7 +246,7 @@ class Encoder:
             return np.ndarray, (array.shape, dtype, _buffer_of(array))
         if flags.f_contiguous:
             return np.ndarray, (array.shape, dtype, _buffer_of(array), 0, array.strides)
-        if not is_large or len(self._buffers) == _MOST_BUFFERS:
+        if not is_large or len(self._buffers) == _MAX_BUFFERS:
             return np.ndarray, (array.shape, dtype, _buffer_of(array.copy()))
         # It is to be copied straight into its block. A buffer that pickle accepts stands for it;
         # the pickler's memo keeps that one, and so its id, for as long as this item takes.
@@ -268,13 +268,13 @@ class _Reducers(dict[type, Callable[[Any], Any]]):
 
     def __missing__(self, kind: type) -> Callable[[Any], Any]:
         # Recognized by name, so that a program without these types need not import them.
-        own = _BY_NAME.get((kind.__module__, kind.__qualname__))
-        if own is None and issubclass(kind, tensor_class()) and kind not in copyreg.dispatch_table:
-            own = _reduce_subclass
-        if own is None:
+        way = _BY_NAME.get((kind.__module__, kind.__qualname__))
+        if way is None and issubclass(kind, tensor_class()) and kind not in copyreg.dispatch_table:
+            way = _reduce_subclass
+        if way is None:
             return copyreg.dispatch_table[kind]
-        self[kind] = own
-        return own
+        self[kind] = way
+        return way
 
 
 class _PortableDtypes(dict[np.dtype[Any], "str | None"]):
@@ -284,7 +284,7 @@ class _PortableDtypes(dict[np.dtype[Any], "str | None"]):
     """
 
     def __missing__(self, dtype: np.dtype[Any]) -> str | None:
-        if len(self) >= _MOST_DTYPES:
+        if len(self) >= _MAX_DTYPES:
             self.clear()
         name: str | None = ""
         if dtype.hasobject or dtype.itemsize == 0:
@@ -358,7 +358,7 @@ _BY_NAME: dict[tuple[str, str], Callable[[Any], Any]] = {
 # Arrays of an item share memory up to so many bytes. One that is kept alone wastes no more.
 _SHARED_BYTES = 512
 # A source of more layouts, such as one of texts of any length, gains nothing.
-_MOST_LAYOUTS = 256
+_MAX_LAYOUTS = 256
 # Bytes: enough for every dtype.
 _ALIGNMENT = 16
 
@@ -409,7 +409,7 @@ class Layouts:
         return layout, pack(*[array.tobytes() for array in arrays])
 
     def _add(self, build: tuple[Any, ...], value: Any) -> tuple[bytes, _Pack, bool] | None:
-        if len(self._known) == _MOST_LAYOUTS:
+        if len(self._known) == _MAX_LAYOUTS:
             return None
         arrays = [*(value.values() if type(value) is dict else value)]
         known = None
@@ -431,7 +431,7 @@ def decode_arrays(layout: bytes, data: memoryview) -> Any:
     return _builder(layout)(data)
 
 
-@functools.lru_cache(_MOST_LAYOUTS)
+@functools.lru_cache(_MAX_LAYOUTS)
 def _builder(layout: bytes) -> Callable[[memoryview], Any]:
     """Return a function that makes an item of its bytes."""
     container, names, forms = pickle.loads(layout)

@@ -171,7 +171,7 @@ _STATED, _ARRAYS, _MESSAGE = int(Kind.STATED), int(Kind.ARRAYS), int(Kind.MESSAG
 # Where the body of a frame begins in its packet.
 _BODY = PACKET.size + FRAME.size
 # Blocks that are released by one packet.
-_MOST_RELEASED = 1000
+_MAX_RELEASED = 1000
 # What the page says before the worker has written anything.
 _NOTHING = (0,) * (EPOCH + 1)
 
@@ -215,7 +215,7 @@ class ItemReceiver:
         # The message that `head` returned, if it was not removed.
         self._head: End | Failure | Empty | None = None
         # Items that were given away, and those of them that were acknowledged.
-        self._given = 0
+        self._delivered = 0
         self._taken = 0
         # Why the next item could not be loaded.
         self._trouble: BaseException | None = None
@@ -223,7 +223,7 @@ class ItemReceiver:
         self._limit = NO_LIMIT if room is None else credit.items
         self._wanted = 0
         # The limit, the items taken, and the one wanted, as the worker knows them.
-        self._told = self._limit, 0, 0
+        self._sent_credit = self._limit, 0, 0
         self._by_bytes = credit.waiting_bytes is not None
         # So much credit is sent at once, as each packet costs as much as some small items.
         self._batch = max(1, credit.items // 8)
@@ -243,14 +243,14 @@ class ItemReceiver:
     @property
     def waiting(self) -> int:
         """Number of items that wait, here or in the socket."""
-        return self.sent[0] - self._given
+        return self.sent[0] - self._delivered
 
     def waiting_of(self, epoch: int) -> int:
         """Return how many of these items are of an epoch, if others are of the next one."""
         words = self.meter
         if words[EPOCH] in (epoch, -1):
             return self.waiting
-        return max(0, words[SENT_BEFORE] - self._given)
+        return max(0, words[SENT_BEFORE] - self._delivered)
 
     @property
     def has_message(self) -> bool:
@@ -284,12 +284,12 @@ class ItemReceiver:
 
     def acknowledge(self) -> None:
         """Count what was given away as consumed, and let the worker send as much again."""
-        if self._taken != self._given:
-            self._taken = self._given
+        if self._taken != self._delivered:
+            self._taken = self._delivered
             if self._room is not None:
                 self.grant(self._room())
         if self.blocks.released:
-            self._tell()
+            self._send_credit()
 
     def grant(self, room: int, wanted: bool = False) -> None:
         """Give the worker the credits that are due to it.
@@ -302,30 +302,30 @@ class ItemReceiver:
         load = self.load
         credits = min(self._quota - load, room)
         if wanted:
-            self._wanted = self._given + 1
+            self._wanted = self._delivered + 1
             credits = max(credits, 1 - load)
         self._limit += max(0, credits)
-        limit, *account = self._told
+        limit, *account = self._sent_credit
         due = self._limit - limit
         has_changed = self._by_bytes and account != [self._taken, self._wanted]
         if due >= self._batch or (wanted and due) or has_changed:
-            self._tell()
+            self._send_credit()
 
     def settle(self) -> bool:
         """Send again what there was no room for; return whether there is none still."""
         if self.is_owing:
-            self._tell()
+            self._send_credit()
         return self.is_owing
 
-    def _tell(self) -> None:
+    def _send_credit(self) -> None:
         """Send the worker its credit, and the blocks that were released."""
-        released, told = self.blocks.released, (self._limit, self._taken, self._wanted)
-        keys = [released[at].key for at in range(min(len(released), _MOST_RELEASED))]
-        data = CREDIT.pack(*told) + b"".join(itertools.starmap(RELEASED.pack, keys))
+        released, account_sent = self.blocks.released, (self._limit, self._taken, self._wanted)
+        keys = [released[at].key for at in range(min(len(released), _MAX_RELEASED))]
+        data = CREDIT.pack(*account_sent) + b"".join(itertools.starmap(RELEASED.pack, keys))
         self.is_owing = not self.control.send(Kind.CREDIT, data)
         if self.is_owing:
             return
-        self._told = told
+        self._sent_credit = account_sent
         for _ in keys:
             released.popleft()
 
@@ -354,13 +354,13 @@ class ItemReceiver:
         """Forget the message that `head` returned. Idempotent."""
         if self._head is message:
             self._head = self._trouble = None
-            self._given += self._frames.popleft()[0] != _MESSAGE
+            self._delivered += self._frames.popleft()[0] != _MESSAGE
             self.blocks.current.clear()
 
-    def take(self, most: int) -> list[ItemTuple]:
+    def take(self, count: int) -> list[ItemTuple]:
         """Take the items that are there now, up to an end or a failure."""
         frames, items = self._frames, list[ItemTuple]()
-        while frames and len(items) < most and frames[0][0] != _MESSAGE:
+        while frames and len(items) < count and frames[0][0] != _MESSAGE:
             kind, table, shard, number, body = frames[0]
             try:
                 value = self._load(kind, body, table)
@@ -375,7 +375,7 @@ class ItemReceiver:
                 self._trouble.__cause__ = error
                 break
             frames.popleft()
-            self._given += 1
+            self._delivered += 1
             value, state = value if kind == _STATED else (value, None)
             items.append((shard, number, value, state))
             if table:

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from enqueuer.common.descriptors import close_in_children, own_sockets
+from enqueuer.common.descriptors import close_in_children, owned_sockets
 from enqueuer.errors import BlockMemoryError, Closed
 from enqueuer.monitoring.meters import BYTES, IDLE, SENDING, WAITING, Meter, clock
 from enqueuer.order.messages import Empty, End, Epoch, Failure, Ticket
@@ -60,7 +60,7 @@ from enqueuer.workers.plan import Sender
 from enqueuer.workers.task_loop import ElementThreads
 
 # Records that are kept while the socket is full; more are counted and dropped.
-_MOST_RECORDS = 10_000
+_MAX_RECORDS = 10_000
 # Nanoseconds until a worker that sends looks for orders again, and writes what it has sent.
 _LOOK_NS = 1_000_000
 
@@ -185,7 +185,7 @@ class SenderControl:
 
         Called by any thread of the worker.
         """
-        if len(self.records) >= _MOST_RECORDS:
+        if len(self.records) >= _MAX_RECORDS:
             self._lose_record()
             return
         self.records.append(pickle.dumps(record.__dict__))
@@ -497,10 +497,10 @@ class SharedSender:
         self._lock, self._claims_lock = threading.Lock(), threading.Lock()
         # Whether a thread has failed, which ends the worker.
         self._has_failed = False
-        self._wake, self._woken = own_sockets(socket.socketpair())
+        self._wake, self._woken = owned_sockets(socket.socketpair())
         self._poller = select.poll()
-        for one in (sender.control.packets, sender.task_socket, self._woken):
-            self._poller.register(one, select.POLLIN)
+        for end in (sender.control.packets, sender.task_socket, self._woken):
+            self._poller.register(end, select.POLLIN)
 
     def share(self, threads: ElementThreads) -> Sender:
         """Return this object, which any thread may call."""
@@ -538,13 +538,13 @@ class SharedSender:
     def _pass_orders(self) -> None:
         """Wake the worker's own thread if there is a task for it, or if the loop left."""
         if self._control.closed or self._control.tasks:
-            self._wake_own()
+            self._wake_self()
 
     def _fail(self, error: BaseException) -> None:
         self._has_failed = True
-        self._wake_own()
+        self._wake_self()
 
-    def _wake_own(self) -> None:
+    def _wake_self(self) -> None:
         try:
             self._wake.send(b"\0")
         except BlockingIOError:

@@ -23,10 +23,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Itera
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from types import CoroutineType, FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from enqueuer.common.interrupts import WorkerThread
 from enqueuer.workers.shards import CaughtError, Shard, collect_reports
+from enqueuer.workers.threads import ThreadSnapshot, set_snapshots
 
 if TYPE_CHECKING:
     from asyncio import Task
@@ -47,13 +48,6 @@ NOT_AWAITED = (
     "binds further arguments); a generator that awaits must be `async def`"
 )
 """What is wrong with an item that is a coroutine."""
-
-
-class ThreadSnapshot(NamedTuple):
-    """Where elements or shards of a worker are: their Python stack, the outermost frame first."""
-
-    indices: tuple[int | str, ...]
-    stack: list[traceback.FrameSummary]
 
 
 class EventLoop:
@@ -210,7 +204,7 @@ class EventLoop:
 
     def end(self, items: Iterable[AsyncItems]) -> None:
         """Cancel some async generators, all at once, and wait until their `finally` has run."""
-        self._run(self._cancel(lambda: [one.task_at_end() for one in list(items)]))
+        self._run(self._cancel(lambda: [item.task_at_end() for item in list(items)]))
 
     # --- where coroutines are ---
 
@@ -220,7 +214,7 @@ class EventLoop:
 
     def snapshots(self) -> list[ThreadSnapshot]:
         """Return where the async generators are."""
-        shown = (one.snapshot() for one in self.items.copy())
+        shown = (item.snapshot() for item in self.items.copy())
         return sorted(shown, key=lambda snapshot: snapshot.indices)
 
     def look(self) -> None:
@@ -237,7 +231,7 @@ class EventLoop:
         stack = [] if frame is None else list(traceback.extract_stack(frame))
         # The loop calls each step of a coroutine there. Without such a call the CPUs are busy.
         calls = os.path.join(os.path.dirname(self.asyncio.__file__), "events.py")
-        begins = [at for at, one in enumerate(stack, 1) if one.filename == calls]
+        begins = [at for at, call in enumerate(stack, 1) if call.filename == calls]
         held = stack[begins[-1] :] if begins else []
         if not held or held[0].name == self._answer.__name__:
             return
@@ -247,7 +241,7 @@ class EventLoop:
             "worker wait meanwhile: await it in another thread (`asyncio.to_thread`), or pass a "
             "function that is not async. It is here:\n%s",
             LOOK_S * 1e3,
-            "".join(traceback.format_list([one for one in held if one.filename != __file__])),
+            "".join(traceback.format_list([call for call in held if call.filename != __file__])),
         )
 
     # --- the end ---
@@ -277,7 +271,7 @@ class EventLoop:
             task.cancel()
         if tasks:
             done, _ = await self.asyncio.wait(tasks, timeout=self._limit_s)
-            # Otherwise asyncio would log their exceptions.
+            # Without this, asyncio would log their exceptions.
             await self.asyncio.gather(*done, return_exceptions=True)
 
 
@@ -306,10 +300,12 @@ def check_awaited(value: object) -> None:
         TypeError: the item is a coroutine, which no code awaits: pass the async function itself...
     """
     coroutines = [
-        one for one in (value if type(value) is list else [value]) if isinstance(one, CoroutineType)
+        item
+        for item in (value if type(value) is list else [value])
+        if isinstance(item, CoroutineType)
     ]
     for coroutine in coroutines:
-        # Otherwise Python warns of it.
+        # Without this, Python warns of it.
         coroutine.close()
     if coroutines:
         raise TypeError(f"the item is {NOT_AWAITED}")
@@ -323,40 +319,30 @@ class _OfThread(threading.local):
 
     Attributes:
         loop: The event loop.
-        on_others: Function that a worker process sets for its own thread; see `set_others`.
     """
 
     loop: EventLoop | None = None
-    on_others: Callable[[bool], object] = bool
 
 
-_own = _OfThread()
+_current = _OfThread()
 # Event loops of workers of shards, by the identifiers of the workers' own threads.
 _loops: dict[int, EventLoop] = {}
-# Functions that return where other threads or shards are, by the identifiers of the workers' own
-# threads, which wait for these.
-_others: dict[int, Callable[[], list[ThreadSnapshot]]] = {}
-
-
-def _forget_threads() -> None:
-    """Forget, in a forked child, the threads that do not exist there."""
-    _loops.clear()
-    _others.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    # Those threads do not exist in a forked child.
+    os.register_at_fork(after_in_child=_loops.clear)
 
 
 def set_loop(loop: EventLoop | None) -> None:
     """Have `result_of` use an event loop in this thread."""
-    _own.loop = loop
+    _current.loop = loop
 
 
 def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine on the event loop of this worker, or on one of its own if there is none."""
-    if _own.loop is not None:
-        return _own.loop.result(coroutine)
+    if _current.loop is not None:
+        return _current.loop.result(coroutine)
     loop = EventLoop.of_caller()
     try:
         return loop.result(coroutine)
@@ -375,11 +361,11 @@ def shard_loop(check: Callable[[], object]) -> Iterator[EventLoop]:
     ident = threading.get_ident()
     loop = EventLoop(f"{threading.current_thread().name}.loop", check=check)
     _loops[ident] = loop
-    set_others(loop.snapshots)
+    set_snapshots(loop.snapshots)
     try:
         yield loop
     finally:
-        set_others(None)
+        set_snapshots(None)
         del _loops[ident]
         loop.close()
 
@@ -387,29 +373,6 @@ def shard_loop(check: Callable[[], object]) -> Iterator[EventLoop]:
 def loop_of(ident: int | None) -> EventLoop | None:
     """Return the event loop of a worker of shards by the identifier of its own thread, if any."""
     return None if ident is None else _loops.get(ident)
-
-
-def set_others(snapshots: Callable[[], list[ThreadSnapshot]] | None) -> None:
-    """Have a report of this worker show other threads or shards; None: its own thread again.
-
-    Called by the worker's own thread.
-    """
-    ident = threading.get_ident()
-    if snapshots is None:
-        _others.pop(ident, None)
-    else:
-        _others[ident] = snapshots
-    _own.on_others(snapshots is not None)
-
-
-def on_others(function: Callable[[bool], object]) -> None:
-    """Have `set_others` call a function in this thread, with whether others are shown."""
-    _own.on_others = function
-
-
-def snapshots_of(ident: int | None) -> list[ThreadSnapshot]:
-    """Return where the threads or shards of a worker are; [] if its own thread runs its code."""
-    return [] if ident is None else _others.get(ident, list)()
 
 
 # --- async generators -----------------------------------------------------------------------------
@@ -440,7 +403,7 @@ class AsyncItems(Iterator[Any]):
         first: int = 0,
         unneeded: int = 0,
     ) -> None:
-        self._is_own = loop is None
+        self._owns_loop = loop is None
         self._loop = loop = loop or EventLoop.of_caller()
         self._function = function
         self._shard = shard
@@ -478,7 +441,7 @@ class AsyncItems(Iterator[Any]):
         try:
             raise value
         finally:
-            # Otherwise its traceback would refer to itself.
+            # Without this, its traceback would refer to itself.
             del value
 
     def let_on(self) -> None:
@@ -503,7 +466,7 @@ class AsyncItems(Iterator[Any]):
     def _leave(self) -> None:
         self._has_ended = True
         self._loop.items.discard(self)
-        if self._is_own:
+        if self._owns_loop:
             self._loop.close()
 
     def snapshot(self) -> ThreadSnapshot:

@@ -54,7 +54,7 @@ _QUIET_S = 2.0
 
 # Errors of an iterator in a row, without an item in between, after which it is not asked again: it
 # may stay at its place.
-_MOST_FAILURES = 100
+_MAX_FAILURES = 100
 
 
 def serve(plan: Plan, channel: Channel, enter: Callable[[Shard], None] | None = None) -> None:
@@ -236,11 +236,11 @@ class Replay:
         took_s = self._took_s
         if self._logs and took_s >= _QUIET_S:
             self._logs = False
-            left_s = took_s * (self._total / self._made - 1)
+            rest_s = took_s * (self._total / self._made - 1)
             _log.warning(
                 "this worker makes %s items again that the loop has had, up to where it goes on: "
                 "%s are made after %.1f s, and the rest will take about %s%s",
-                *(f"{self._total:,}", f"{self._made:,}", took_s, duration(left_s), self._advice),
+                *(f"{self._total:,}", f"{self._made:,}", took_s, duration(rest_s), self._advice),
             )
         return now
 
@@ -294,7 +294,7 @@ class ShardStream:
         """Return whether the iterator may have more items; call it once for each error of it."""
         last, count = self._failed
         self._failed = self.number, count + 1 if self.number == last + 1 else 1
-        return self._can_go_on and count < _MOST_FAILURES - 1
+        return self._can_go_on and count < _MAX_FAILURES - 1
 
     def begin(self) -> None:
         """Open an async generator, which runs from now on."""
@@ -333,11 +333,11 @@ class ShardStream:
                 self.number = number = number + 1
                 if not alone:
                     return True
-                # Otherwise the item would live on while next() makes the following one.
+                # Without this, the item would live on while next() makes the following one.
                 del value
             else:
                 self.number = number = number + 1
-                # Otherwise a source that yields only None could not be stopped.
+                # Without this, a source that yields only None could not be stopped.
                 sender.check()
             self.in_user_code = True
 

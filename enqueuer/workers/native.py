@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-KEPT_BYTES = 256 << 20
+RETAINED_BYTES = 256 << 20
 
 # Numbers of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -63,7 +63,7 @@ _SHORT_SPINNING = {
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep up to `KEPT_BYTES` of freed memory in this process.
+    """Make the C library keep up to `RETAINED_BYTES` of freed memory in this process.
 
     It serves allocations of up to this size from its heap, and returns memory to the system when
     more than this is free at the heap's end. Several threads that allocate have several heaps
@@ -74,8 +74,8 @@ def keep_freed_memory() -> None:
     is_set = any(name in os.environ for name in MALLOC_VARIABLES)
     if mallopt is None or is_set or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         return
-    if mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES):
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    if mallopt(_M_MMAP_THRESHOLD, RETAINED_BYTES):
+        mallopt(_M_TRIM_THRESHOLD, RETAINED_BYTES)
 
 
 def short_spinning(environ: Mapping[str, str]) -> dict[str, str]:
@@ -91,12 +91,12 @@ def short_spinning(environ: Mapping[str, str]) -> dict[str, str]:
     return idle
 
 
-def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str, str]:
+def limits(threads: int, is_explicit: bool, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that limit the native threads of a worker process.
 
     Args:
         threads: Number of threads that each library may run.
-        is_given: Whether the user gave this number. If not, the values of `environ` are kept.
+        is_explicit: Whether the user gave this number. If not, the values of `environ` are kept.
             Its `OMP_NUM_THREADS`, which most libraries read, then counts for all variables that
             it does not have.
         environ: Environment of the process of the training loop.
@@ -107,10 +107,10 @@ def limits(threads: int, is_given: bool, environ: Mapping[str, str]) -> dict[str
         ('2', '3', '2')
     """
     idle = short_spinning(environ)
-    if is_given:
+    if is_explicit:
         return dict.fromkeys(THREAD_VARIABLES, str(threads)) | idle
-    others = _number(environ.get("OMP_NUM_THREADS"), threads)
-    return {name: environ.get(name, str(others)) for name in THREAD_VARIABLES} | idle
+    fallback = _number(environ.get("OMP_NUM_THREADS"), threads)
+    return {name: environ.get(name, str(fallback)) for name in THREAD_VARIABLES} | idle
 
 
 def limit_loaded() -> None:
@@ -180,7 +180,7 @@ def _variable_in(library: Any) -> ctypes.c_int | None:
         variable = ctypes.c_int.in_dll(library.dynlib, "blas_cpu_number")
     except (ValueError, AttributeError):
         return None
-    # Otherwise the name is that of another library.
+    # With another number, the name is that of another library.
     return variable if variable.value == library.num_threads else None
 
 

@@ -26,7 +26,7 @@ OnError = Literal["raise", "skip"] | Callable[[Exception], Any]
 """Handling of an exception: raise it, skip the item, or call a function for a replacement."""
 
 # A worker of processes has a claim for each of its tickets, and no job waits beside so many.
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 # Places of what is done for all elements of a ticket at once.
 FETCHING, COLLATING = -1, -2
 
@@ -53,12 +53,12 @@ class Watch:
     ) -> None:
         self._new = new
         self.has_limit = has_limit
-        self._own = threading.local()
+        self._local = threading.local()
 
     def run(self, place: int, number: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the user; `place` may be the index of a shard."""
         write = self._writer()
-        self._own.what = place, number
+        self._local.what = place, number
         write(clock(), place, number)
         try:
             return function(*args)
@@ -70,23 +70,23 @@ class Watch:
         write = self._writer()
         try:
             for place, element in enumerate(elements):
-                self._own.what = place, number
+                self._local.what = place, number
                 write(1, place, number)
                 yield element
         finally:
             write(0, 0, number)
 
     def _writer(self) -> Callable[[int, int, int], None]:
-        own = self._own
+        mine = self._local
         try:
-            return own.write  # type: ignore[no-any-return]
+            return mine.write  # type: ignore[no-any-return]
         except AttributeError:
-            own.write = self._new()
-            return own.write  # type: ignore[no-any-return]
+            mine.write = self._new()
+            return mine.write  # type: ignore[no-any-return]
 
     def pause(self) -> Callable[[], None]:
         """Let no time count for what this thread runs until the returned function is called."""
-        write, what = self._own.write, self._own.what
+        write, what = self._local.write, self._local.what
         write(0, *what)
         return lambda: write(clock(), *what)
 

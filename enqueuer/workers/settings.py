@@ -108,10 +108,10 @@ class Settings(NamedTuple):
         # This also forgets which warnings were shown. No warning can come before the next line.
         warnings.resetwarnings()
         there: Any = warnings.filters
-        there[:] = [one for one in map(_loaded, self.filters) if one is not None]
-        for place, one in enumerate(self.filters):
-            if _loaded(one) is None and isinstance(one[2], tuple):
-                after_import([one[2][0]], functools.partial(self._add_filter, place))
+        there[:] = [entry for entry in map(_loaded, self.filters) if entry is not None]
+        for place, entry in enumerate(self.filters):
+            if _loaded(entry) is None and isinstance(entry[2], tuple):
+                after_import([entry[2][0]], functools.partial(self._add_filter, place))
         for place, value in self.values.items():
             on_import(_SETTINGS[place][0], functools.partial(_set, place, value))
         for name in self.plugins:
@@ -120,17 +120,17 @@ class Settings(NamedTuple):
     def _add_filter(self, place: int, _: str) -> None:
         """Add a filter whose category is known now, before those that it comes before."""
         there: Any = warnings.filters
-        one = _loaded(self.filters[place])
-        if one is None or one in there:
+        entry = _loaded(self.filters[place])
+        if entry is None or entry in there:
             return
         later = (other for other in map(_loaded, self.filters[place + 1 :]) if other in there)
         other = next(later, None)
-        there.insert(len(there) if other is None else there.index(other), one)
+        there.insert(len(there) if other is None else there.index(other), entry)
 
 
-def _loaded(one: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _loaded(entry: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Return a filter with its category; None while that is not known here."""
-    action, message, known, module, line = one
+    action, message, known, module, line = entry
     try:
         if isinstance(known, bytes):
             category = pickle.loads(known)
@@ -202,7 +202,7 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
         inner = inner.func
     space: dict[str, Any] = getattr(inner, "__globals__", {})
     before = dict(space)
-    own = {name: dict(vars(m)) for name, m in list(sys.modules.items()) if _is_own(m)}
+    saved = {name: dict(vars(m)) for name, m in list(sys.modules.items()) if _is_user(m)}
     try:
         function(*arguments)
     except BaseException as error:
@@ -211,7 +211,7 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
             f"{type(error).__name__}: {error}. Each worker calls it before it loads the source; "
             "correct it, or its initargs"
         ) from error
-    for name, old in own.items():
+    for name, old in saved.items():
         now = vars(sys.modules.get(name, sys))
         _initialized.update((name, k) for k, v in old.items() if now.get(k, v) is not v)
     assigned = {k: v for k, v in space.items() if k not in before or before[k] is not v}
@@ -221,9 +221,9 @@ def initialize(function: Callable[..., object], arguments: tuple[Any, ...]) -> C
 # --- values of the user's modules --------------------------------------------------------------
 
 # Of functions, objects and values, so that a start is not delayed.
-_MOST = 500
+_MAX_VALUES = 500
 # Of a value that is compared, and of values that one warning names.
-_MOST_CHARACTERS, _MOST_PARTS, _MOST_NAMED = 200, 20, 10
+_MAX_CHARACTERS, _MAX_PARTS, _MAX_NAMED = 200, 20, 10
 _WRAPPERS = (
     *(MethodType, staticmethod, classmethod, property),
     *(functools.cached_property, functools._lru_cache_wrapper),
@@ -245,7 +245,7 @@ def used_values(*parts: object) -> dict[Place, str]:
         themselves is left out.
     """
     walk = _Walk(list(parts))
-    while walk.waiting and len(walk.seen) + len(walk.found) < _MOST:
+    while walk.waiting and len(walk.seen) + len(walk.found) < _MAX_VALUES:
         value = walk.waiting.pop()
         if id(value) not in walk.seen:
             walk.seen[id(value)] = value
@@ -286,18 +286,18 @@ class _Walk:
             self.waiting += [part for _, part in referred_by(value)]
 
     def _look_into_class(self, kind: type) -> None:
-        is_own = _is_own(sys.modules.get(kind.__module__))
-        if is_own or kind.__module__ in _MAIN:
+        is_user = _is_user(sys.modules.get(kind.__module__))
+        if is_user or kind.__module__ in _MAIN:
             self.waiting += [*vars(kind).values(), *kind.__bases__]
-        if is_own:
+        if is_user:
             functions = [part for part in vars(kind).values() if isinstance(part, FunctionType)]
             used = {name for function in functions for name in function.__code__.co_names}
             self._note((kind.__module__, *kind.__qualname__.split(".")), vars(kind), used)
 
     def _look_into_function(self, function: FunctionType) -> None:
         space, module = function.__globals__, function.__globals__.get("__name__", "")
-        is_own = _is_own(sys.modules.get(module))
-        if not is_own and module not in _MAIN:
+        is_user = _is_user(sys.modules.get(module))
+        if not is_user and module not in _MAIN:
             return
         free = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         names = set(free)
@@ -306,24 +306,24 @@ class _Walk:
             steps = zip(code.co_code[::2], code.co_code[1::2], strict=True)
             stored = [code.co_names[at] for step, at in steps if step == _STORE_GLOBAL]
             self.assigned.update((module, name) for name in stored)
-        if is_own:
+        if is_user:
             self._note((module,), space, names - free.keys())
         for name in sorted(names):
             value = space.get(name, sys.modules.get(name))
             # An empty cell raises ValueError.
             with contextlib.suppress(KeyError, ValueError):
                 value = free[name].cell_contents
-            if _is_own(value):
+            if _is_user(value):
                 self._note((value.__name__,), vars(value), names)
             elif (name in space or name in free) and not _is_plain(value):
                 self.waiting.append(value)
-                homes = [] if is_own else [m for m in self._modules if vars(m).get(name) is value]
+                homes = [] if is_user else [m for m in self._modules if vars(m).get(name) is value]
                 for home in homes[:1]:
                     self._note((home.__name__, name), _space_of(value), names)
 
     @functools.cached_property
     def _modules(self) -> list[ModuleType]:
-        return [module for module in list(sys.modules.values()) if _is_own(module)]
+        return [module for module in list(sys.modules.values()) if _is_user(module)]
 
     def _note(self, place: Place, space: Mapping[Any, Any], names: set[str]) -> None:
         """Note the plain values with these names in a module, or in an object or class there."""
@@ -345,9 +345,9 @@ def _is_plain(value: object) -> bool:
     """Return whether a value is small, and its text tells it from others."""
     if type(value) in (tuple, list):
         parts: Any = value
-        return len(parts) <= _MOST_PARTS and all(map(_is_plain, parts))
+        return len(parts) <= _MAX_PARTS and all(map(_is_plain, parts))
     if type(value) in (str, bytes):
-        return len(value) <= _MOST_CHARACTERS  # type: ignore[arg-type]
+        return len(value) <= _MAX_CHARACTERS  # type: ignore[arg-type]
     return (
         type(value) in (int, float, complex, bool, type(None)) or type(value).__module__ in _PATHS
     )
@@ -361,16 +361,16 @@ def _space_of(value: object) -> Mapping[Any, Any]:
         return {}
 
 
-_NOT_OWN = tuple(
+_NOT_USER = tuple(
     os.path.join(os.path.dirname(path), "") for path in (os.__file__, os.path.dirname(__file__))
 )
 
 
-def _is_own(module: object) -> TypeGuard[ModuleType]:
+def _is_user(module: object) -> TypeGuard[ModuleType]:
     """Return whether something is a module of the user, and not one of an installed package."""
     space = _space_of(module) if isinstance(module, ModuleType) else {}
     path = space.get("__file__")
-    if not isinstance(path, str) or space.get("__name__") in _MAIN or path.startswith(_NOT_OWN):
+    if not isinstance(path, str) or space.get("__name__") in _MAIN or path.startswith(_NOT_USER):
         return False
     return not any(f"{os.sep}{name}-packages{os.sep}" in path for name in ("site", "dist"))
 
@@ -396,7 +396,7 @@ def _compare(values: Mapping[Place, str], module: str) -> None:
             "%s, in a worker that has imported the module %s anew: what the program assigns to "
             "its variables does not reach such workers. Assign it in a function that you give as "
             "Processes(initializer=...), or pass it to the source as an argument",
-            "; ".join(differ[:_MOST_NAMED]),
+            "; ".join(differ[:_MAX_NAMED]),
             module,
         )
 
@@ -484,8 +484,8 @@ class _Finder:
     ) -> ModuleSpec | None:
         if fullname not in self.acts:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._wrap(spec.loader, fullname)

@@ -99,8 +99,8 @@ class FunctionSource:
 
     def _call(self, first_item: int, shard: Shard) -> Any:
         begin = {"first_item": first_item} if first_item else {}
-        given = (shard,) if self.takes_shard else ()
-        return self.function(*given, **begin)
+        arguments = (shard,) if self.takes_shard else ()
+        return self.function(*arguments, **begin)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def iterate(
         elif _has_state(stateful, loaded):
             iterator = iter(items)
             stateful = stateful if is_stateful(items) else iterator
-        # Otherwise that was the next epoch, which is empty.
+        # If neither holds, that was the next epoch, which is empty.
     return iterator, stateful
 
 
@@ -452,7 +452,7 @@ def batched(
         if not batch:
             seen = watch.look(sample)
         batch.append(sample)
-        # Otherwise it would live on while the loop has its batch.
+        # Without this, it would live on while the loop has its batch.
         del sample
         if len(batch) == size:
             _check_unchanged(watch, seen, batch)
@@ -493,7 +493,7 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
     # No sample has left the buffer until it is full.
     watch, seen = SampleWatch(), None
 
-    def left() -> Iterator[Any]:
+    def drained() -> Iterator[Any]:
         if seen is not None:
             _check_unchanged(watch, seen, buffer)
         while buffer:
@@ -520,9 +520,9 @@ def shuffled(samples: Iterable[Any], size: int, draw: Callable[[], float]) -> It
             del sample
     except Exception:
         # After the samples that were made before it.
-        yield from left()
+        yield from drained()
         raise
-    yield from left()
+    yield from drained()
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ import contextlib
 import functools
 import logging
 import operator
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from queue import SimpleQueue
@@ -28,12 +26,12 @@ from enqueuer.errors import Closed
 from enqueuer.monitoring.duplicates import SampleWatch
 from enqueuer.monitoring.meters import WAITING, Meter, clock
 from enqueuer.order.messages import Empty, End, Failure, Ticket
-from enqueuer.workers.event_loop import LOOK_S, EventLoop, ThreadSnapshot, set_loop, set_others
+from enqueuer.workers.event_loop import LOOK_S, EventLoop, set_loop
 from enqueuer.workers.logs import warn_of_reuse
 from enqueuer.workers.plan import (
     COLLATING,
     FETCHING,
-    MOST_THREADS,
+    MAX_THREADS,
     Channel,
     Plan,
     Raised,
@@ -43,6 +41,7 @@ from enqueuer.workers.plan import (
 )
 from enqueuer.workers.shards import Task, do_nothing
 from enqueuer.workers.tasks import FETCH, TaskSource, WrongElements
+from enqueuer.workers.threads import element_snapshots, set_snapshots
 
 _log = logging.getLogger("enqueuer")
 
@@ -133,12 +132,12 @@ class TaskWork:
             except BaseException as error:
                 failures.append(Raised(error))
         # If one raised StopIteration, that looks like an end, and comes again.
-        left = range(len(results) + len(failures), len(ticket.indices))
-        rest = (self.outcome_of(ticket, place, elements[place]) for place in left)
+        remaining = range(len(results) + len(failures), len(ticket.indices))
+        outcomes = (self.outcome_of(ticket, place, elements[place]) for place in remaining)
         try:
-            self.send_batch(ticket, results, chain(failures, rest), failed_fetch)
+            self.send_batch(ticket, results, chain(failures, outcomes), failed_fetch)
         finally:
-            # Otherwise its traceback would refer to itself, through this frame.
+            # Without this, its traceback would refer to itself, through this frame.
             del failures
 
     def check_unchanged(self, seen: Any, results: list[Any]) -> None:
@@ -159,9 +158,9 @@ class TaskWork:
     def outcome_of(self, ticket: Ticket, place: int, element: Any) -> Any:
         """Return the result of one element of a ticket, or what it raised."""
         source, index = self.source, ticket.indices[place]
-        given = index, ticket.epoch, source.random_seed, element
+        arguments = index, ticket.epoch, source.random_seed, element
         try:
-            return self._timed(ticket, place, source.result, *given)
+            return self._timed(ticket, place, source.result, *arguments)
         except BaseException as error:
             return Raised(error)
 
@@ -169,7 +168,7 @@ class TaskWork:
         self,
         ticket: Ticket,
         results: list[Any],
-        rest: Iterable[Any],
+        outcomes: Iterable[Any],
         failed_fetch: BaseException | None,
     ) -> None:
         """Collate and send the results of a ticket, or `Empty`, and before that its failures.
@@ -177,13 +176,13 @@ class TaskWork:
         Args:
             ticket: The ticket.
             results: Results of the first elements.
-            rest: Outcomes of the others.
+            outcomes: Outcomes of the others.
             failed_fetch: Exception of fetching all elements at once, if no single one is at fault.
         """
         if isinstance(failed_fetch, WrongElements):
             # No element is at fault, and perhaps none can be fetched alone.
-            rest = ()
-        for place, result in enumerate(rest, len(results)):
+            outcomes = ()
+        for place, result in enumerate(outcomes, len(results)):
             if isinstance(result, Raised):
                 failed_fetch, failure = None, Failure(place, ticket.number, result.error)
                 goes_on, result = skip_or_end(failure, self._sender, self.on_error)
@@ -210,8 +209,8 @@ class TaskWork:
             if results is None:
                 value = source.result(indices[0], epoch, source.random_seed)
             else:
-                given = ticket, results, source.random_seed
-                value = self._timed(ticket, COLLATING, source.item_of, *given)
+                arguments = ticket, results, source.random_seed
+                value = self._timed(ticket, COLLATING, source.item_of, *arguments)
         except BaseException as error:
             failure: Failure | None = Failure(0, number, error)
         else:
@@ -222,7 +221,7 @@ class TaskWork:
                 if goes_on:
                     send_replacement(failure, value, self._sender)
             finally:
-                # Otherwise the traceback of its error would refer to itself, through this frame.
+                # Without this, its traceback would refer to itself, through this frame.
                 del failure
 
 
@@ -320,7 +319,7 @@ class _Batch:
         count = len(ticket.indices)
         self._outcomes: list[Any] = [None] * count
         # Elements from this place on need not be run: an earlier one has failed.
-        self._needed = self._left = count
+        self._needed = self._remaining = count
         self._lock = threading.Lock()
 
     def fetch(self, threads: ElementThreads) -> None:
@@ -347,8 +346,8 @@ class _Batch:
             self._outcomes[place] = outcome
             if isinstance(outcome, Raised) and work.on_error == "raise":
                 self._needed = min(self._needed, place)
-            self._left -= 1
-            if self._left:
+            self._remaining -= 1
+            if self._remaining:
                 return
         work.check_unchanged(self._seen, self._outcomes)
         work.send_batch(ticket, [], self._outcomes, self._failed_fetch)
@@ -486,7 +485,8 @@ class ElementThreads:
             _log.warning(
                 "%s runs %d elements at once, not %d: %s", name, self._count, wanted, error
             )
-        set_others(lambda: snapshots_of(self._current, self.loop))
+        stack_of = None if self.loop is None else self.loop.stack_of
+        set_snapshots(lambda: element_snapshots(self._current, stack_of))
 
     @property
     def is_idle(self) -> bool:
@@ -536,7 +536,7 @@ class ElementThreads:
             self._jobs.put(None)
         for thread in self.threads:
             thread.join()
-        set_others(None)
+        set_snapshots(None)
         if self.loop is not None:
             self.loop.close()
 
@@ -570,10 +570,10 @@ class ElementThreads:
         if self._load < self._count:
             return True
         # There is a claim for each ticket.
-        most = min(2 * self._count, MOST_THREADS)
+        limit = min(2 * self._count, MAX_THREADS)
         if self.loop is not None:
-            return self._load < most
-        if not (self._is_short and self._load < most):
+            return self._load < limit
+        if not (self._is_short and self._load < limit):
             return False
         now = clock()
         _, oldest = next(iter(self._current.values()), (None, now))
@@ -592,24 +592,3 @@ class ElementThreads:
             meter.pause(WAITING)
             # What comes next may be other work.
             self._late_until = 0
-
-
-def snapshots_of(current: dict[int, Any], loop: EventLoop | None = None) -> list[ThreadSnapshot]:
-    """Return where each thread is that runs elements.
-
-    Args:
-        current: A tuple that begins with the indices of its elements, by the thread.
-        loop: Event loop on which its coroutines run; None: there are none.
-    """
-    before = current.copy()
-    frames, after = sys._current_frames(), current.copy()
-    # Threads begin and end jobs meanwhile: only the frames of those that did not are known.
-    return [
-        ThreadSnapshot(
-            indices,
-            (loop.stack_of(ident) if loop is not None else [])
-            or list(traceback.extract_stack(frames[ident])),
-        )
-        for ident, (indices, *_) in before.items()
-        if ident in frames and after.get(ident) is before[ident]
-    ]

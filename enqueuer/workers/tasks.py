@@ -99,7 +99,7 @@ class TaskSource:
             returns the function that seeds before each task; None: as for other sources.
         is_round_robin: Whether worker i of n does the elements i, i + n and so on of an epoch, as
             the results depend on what a worker did before. Not with threads.
-        most_out: Largest number of tasks that are submitted and not taken; None: by the queue.
+        max_pending: Largest number of tasks that are submitted and not taken; None: by the queue.
         concurrency: Number of elements that each worker runs at once.
         takes_task: Whether `map` takes the `Task` as well.
         takes_tasks: Whether `collate` takes the `Task` of each result as well.
@@ -117,7 +117,7 @@ class TaskSource:
     random_seed: int
     begin_worker: Callable[[int], Callable[[Task], None] | None] | None = None
     is_round_robin: bool = False
-    most_out: int | None = None
+    max_pending: int | None = None
     concurrency: int = 1
     takes_task: bool = field(init=False)
     takes_tasks: bool = field(init=False)
@@ -185,9 +185,9 @@ class TaskSource:
     @property
     def runs_code(self) -> bool:
         """Whether the user's code runs, which might draw from the global generators."""
-        is_given = self.map is not None or self.collate is not stack
+        is_custom = self.map is not None or self.collate is not stack
         plain = (list, tuple, range, str, bytes, np.ndarray, PackedList)
-        return is_given or type(self.items) not in plain
+        return is_custom or type(self.items) not in plain
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out an iterable, as its elements come with the tickets; pack a long list."""
@@ -295,10 +295,10 @@ class TaskSource:
             elements = note(elements)
         if self.map is None:
             return elements
-        given: list[Iterable[Any]] = [elements]
+        arguments: list[Iterable[Any]] = [elements]
         if self.takes_task:
-            given.append(map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed)))
-        results = map(self.map, *given)
+            arguments.append(map(Task, ticket.indices, repeat(epoch), repeat(self.random_seed)))
+        results = map(self.map, *arguments)
         return map(result_of, results) if self.is_async else results
 
     def item_of(self, ticket: Ticket, results: list[Any], random_seed: int) -> Any:
@@ -311,14 +311,14 @@ class TaskSource:
         """
         if self.batch_size is None:
             return results[0]
-        kept = [result for result in results if result is not None]
-        if not kept:
+        usable = [result for result in results if result is not None]
+        if not usable:
             return None
         if not self.takes_tasks:
-            return self.collate(kept)
+            return self.collate(usable)
         places = zip(ticket.indices, results, strict=True)
         indices = [index for index, result in places if result is not None]
-        return self.collate(kept, [Task(i, ticket.epoch, random_seed) for i in indices])
+        return self.collate(usable, [Task(i, ticket.epoch, random_seed) for i in indices])
 
     @property
     def is_plain(self) -> bool:
@@ -449,12 +449,12 @@ def places_of(
     """Return the places of an epoch's order that belong to a rank."""
     begin, *done = division
     count = max(0, source.length - begin - len(done))
-    kept = count - count % reading.world_size if reading.drop_last else count
-    own = range(reading.rank, kept, reading.world_size)
+    usable = count - count % reading.world_size if reading.drop_last else count
+    part = range(reading.rank, usable, reading.world_size)
     if not done:
-        return range(begin + own.start, begin + own.stop, own.step)
-    left = np.setdiff1d(np.arange(begin, source.length), done, assume_unique=True)
-    return left[own.start : own.stop : own.step]
+        return range(begin + part.start, begin + part.stop, part.step)
+    remaining = np.setdiff1d(np.arange(begin, source.length), done, assume_unique=True)
+    return remaining[part.start : part.stop : part.step]
 
 
 def order_of(
@@ -467,8 +467,8 @@ def order_of(
     order = permutation(source.length, source.random_seed, epoch)
     if isinstance(places, range):
         return order[places.start : places.stop : places.step]
-    own: np.ndarray = order[places]
-    return own
+    part: np.ndarray = order[places]
+    return part
 
 
 def permutation(count: int, random_seed: int, epoch: int) -> np.ndarray:

@@ -206,7 +206,7 @@ def test_memory_is_a_limit(monkeypatch, caplog, kind):
 
     Shards need it while the old ones live.
     """
-    monkeypatch.setattr("enqueuer.monitoring.usage.own_bytes", lambda pid: 1000)
+    monkeypatch.setattr("enqueuer.monitoring.usage.unshared_bytes", lambda pid: 1000)
     monkeypatch.setattr(
         "enqueuer.monitoring.usage.available_bytes", lambda: 3000 if workers() < 3 else 600
     )

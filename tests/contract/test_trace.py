@@ -343,7 +343,7 @@ def test_the_counter_falls_with_each_item_that_is_taken(backend, path):
 
 
 def test_a_large_trace_says_so_and_ends(monkeypatch, path):
-    monkeypatch.setattr(trace_module, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(trace_module, "MAX_BYTES", 100_000)
     with GeneratorEnqueuer(numbers, trace=path) as enqueuer:
         assert sum(1 for _ in enqueuer) == 2000
     events = read(path)
@@ -441,7 +441,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_records(tmp_path, monkey
                 done.wait(LIMIT)
                 return False
 
-        monkeypatch.setattr(trace_module, "MOST_BYTES", Slow())
+        monkeypatch.setattr(trace_module, "MAX_BYTES", Slow())
         monkeypatch.setattr(trace_module, "FLUSH_BYTES", 0)
         trace = core_of(enqueuer).trace
         recording = threading.Thread(target=trace.instant, args=("now", {}))

@@ -14,9 +14,9 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21256
-MOST_TOKENS = 182216
-MOST_FILES = 111
+MOST_CODE_LINES = 21281
+MOST_TOKENS = 182262
+MOST_FILES = 112
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
 MOST_FILES_ABOUT_HANDLERS = 13

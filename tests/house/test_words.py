@@ -2,6 +2,7 @@
 
 import functools
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,23 @@ def test_a_word_is_not_used(banned):
     suffixes = (".py", ".rst", ".md") if banned in INSTEAD else (".rst", ".md")
     instead = (INSTEAD | INSTEAD_IN_PAGES)[banned]
     assert lines_with(banned, suffixes) == [], f"say {instead}"
+
+
+def identifiers(path):
+    """Return the names of a file's variables, attributes, functions and parameters."""
+    with tokenize.open(path) as file:
+        tokens = tokenize.generate_tokens(file.readline)
+        return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+@pytest.mark.parametrize("room", ["order", "backends", "enqueuers", "transport", "workers"])
+def test_an_identifier_names_a_thing(room):
+    """These can stand for anything; the theory in `order/__init__.py` has a word for each."""
+    vague = {"given", "told", "hear", "kept", "left", "stuff"}
+    found = [
+        f"{path.name}: {name}"
+        for path in (ROOT / "enqueuer" / room).rglob("*.py")
+        for name in identifiers(path)
+        if name.strip("_").lower() in vague or re.match(r"_?MOST(_|$)", name)
+    ]
+    assert found == []

@@ -39,7 +39,7 @@ def test_where_there_is_no_mallopt_nothing_is_called(monkeypatch, system):
 
 def test_memory_is_kept_only_if_the_first_limit_could_be_set(monkeypatch):
     # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h.
-    calls = [(-3, native.KEPT_BYTES), (-1, native.KEPT_BYTES)]
+    calls = [(-3, native.RETAINED_BYTES), (-1, native.RETAINED_BYTES)]
     for is_set, count in [(0, 1), (1, 2)]:
         mallopt = Recorder(is_set)
         monkeypatch.setattr(native, "mallopt", mallopt)

@@ -306,7 +306,7 @@ def test_workers_that_take_long_to_start_are_changed_between_epochs():
 
 
 def _slow_to_start(stats):
-    workers = [dataclasses.replace(w, starting_s=2 * autoscaler.MOST_COST_S) for w in stats.workers]
+    workers = [dataclasses.replace(w, starting_s=2 * autoscaler.MAX_COST_S) for w in stats.workers]
     return dataclasses.replace(stats, workers=tuple(workers))
 
 

@@ -26,7 +26,7 @@ class Work:
     """Seconds of a worker for an element: waiting, Python code, and code without the GIL.
 
     `use_s` are those of the loop for an item, and each item has so many `elements`. A server gives
-    `most_at_once`.
+    `max_concurrency`.
     """
 
     wait_s: float
@@ -35,7 +35,7 @@ class Work:
     in_threads: bool
     use_s: float = 0.0001
     elements: int = 1
-    most_at_once: int = 1000
+    max_concurrency: int = 1000
 
 
 class Machine:
@@ -45,14 +45,14 @@ class Machine:
         work: Kind of work.
         others: Number of other programs that compute all the time.
         seed: Seed of the noise of the rate.
-        most_at_once: Largest number of elements at once in each worker.
+        max_concurrency: Largest number of elements at once in each worker.
     """
 
-    def __init__(self, work, others=0, seed=0, most_at_once=1):
+    def __init__(self, work, others=0, seed=0, max_concurrency=1):
         self.work, self.others = work, others
         self.noise = random.Random(seed)
-        self.autoscaler = Autoscaler(1, MOST, None, None, work.elements, 1, most_at_once)
-        self.most_at_once = most_at_once
+        self.autoscaler = Autoscaler(1, MOST, None, None, work.elements, 1, max_concurrency)
+        self.max_concurrency = max_concurrency
         self.concurrency = 1
         self.time_s = self.done = self.given = 0.0
         self.waiting_s = self.working_s = 0.0
@@ -71,7 +71,7 @@ class Machine:
             "workers": at_once / (work.wait_s + cpu_s),
             "cpus": cpus / cpu_s if cpu_s else 1e9,
             "gil": 1e9,
-            "server": work.most_at_once / (work.wait_s + cpu_s),
+            "server": work.max_concurrency / (work.wait_s + cpu_s),
         }
         if work.python_s:
             # The thread that holds it may wait for a CPU meanwhile.
@@ -83,7 +83,7 @@ class Machine:
         return min(made, 1 / work.use_s), name
 
     def rates(self):
-        return rates_of(self.work, self.others, self.most_at_once)
+        return rates_of(self.work, self.others, self.max_concurrency)
 
     def best(self):
         return max(self.rates().values())
@@ -155,10 +155,10 @@ class Machine:
 
 
 @functools.cache
-def rates_of(work, others, most_at_once):
+def rates_of(work, others, max_concurrency):
     """Return the rates of all possible numbers of workers, and of elements at once in each."""
     machine, numbers = Machine(work, others), range(1, MOST + 1)
-    settings = itertools.product(numbers, numbers if most_at_once > 1 else [1])
+    settings = itertools.product(numbers, numbers if max_concurrency > 1 else [1])
     return {setting: machine.rate(*setting)[0] for setting in settings}
 
 
@@ -242,14 +242,16 @@ def test_batches_are_judged_by_their_elements():
 @pytest.mark.parametrize("name", [name for name in WORKS if name != "quick"])
 def test_elements_that_wait_are_made_at_once_and_not_too_many(name, others):
     for seed in range(5):
-        machine = Machine(WORKS[name], others, seed, most_at_once=1024)
+        machine = Machine(WORKS[name], others, seed, max_concurrency=1024)
         machine.run(60)
         assert machine.soon_near_best() <= SOON_S, (seed, machine.history)
         assert machine.workers * machine.concurrency <= 2 * machine.fewest_at_once()
 
 
 def test_elements_that_a_server_gives_a_few_at_a_time_get_few_threads():
-    machine = Machine(dataclasses.replace(WORKS["only waiting"], most_at_once=8), most_at_once=1024)
+    machine = Machine(
+        dataclasses.replace(WORKS["only waiting"], max_concurrency=8), max_concurrency=1024
+    )
     machine.run(60)
     assert machine.workers == 1
     assert 8 <= machine.concurrency <= 16
@@ -258,13 +260,13 @@ def test_elements_that_a_server_gives_a_few_at_a_time_get_few_threads():
 def test_without_a_gil_one_workers_threads_fill_all_cpus(monkeypatch):
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     work = Work(wait_s=0.01, python_s=0.0, native_s=0.005, in_threads=True)
-    machine = Machine(work, most_at_once=1024)
+    machine = Machine(work, max_concurrency=1024)
     machine.run(60)
     assert machine.soon_near_best() <= SOON_S, machine.history
     assert machine.workers == 1
 
 
 def test_what_computes_gets_workers_where_concurrency_could_be_chosen():
-    machine = Machine(WORKS["computing"], most_at_once=1024)
+    machine = Machine(WORKS["computing"], max_concurrency=1024)
     machine.run(60)
     assert (machine.workers, machine.concurrency) == (CPUS, 1)

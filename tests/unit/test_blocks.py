@@ -188,7 +188,7 @@ def test_a_want_of_memory_has_a_name(monkeypatch):
 
 
 def test_who_keeps_many_gets_copies(monkeypatch):
-    monkeypatch.setattr(blocks, "_MOST_LEASED", 2)
+    monkeypatch.setattr(blocks, "_MAX_LEASED", 2)
     transfer = Transfer()
     arrays = [transfer.send(np.full(1000, n))[1] for n in range(6)]
     assert [int(array[0]) for array in arrays] == list(range(6))

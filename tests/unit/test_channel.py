@@ -282,7 +282,7 @@ def test_records_come_in_their_order_among_items(open_channel):
 
 
 def test_a_flood_of_records_never_waits_and_is_counted(open_channel, monkeypatch):
-    monkeypatch.setattr(sender, "_MOST_RECORDS", 50)
+    monkeypatch.setattr(sender, "_MAX_RECORDS", 50)
     channel = open_channel()
     for number in range(20_000):
         channel.worker.send_record(record(str(number)))

@@ -113,7 +113,7 @@ def test_large_buffers_are_beside_the_pickle_and_not_copied():
 def test_buffers_beyond_a_number_go_into_the_pickle():
     arrays = [np.full(OUT_OF_BAND_BYTES, n % 256, np.uint8) for n in range(1030)]
     _, buffers = item_codec.Encoder().encode(arrays)
-    assert len(buffers) == item_codec._MOST_BUFFERS
+    assert len(buffers) == item_codec._MAX_BUFFERS
     assert all((a == b).all() for a, b in zip(there_and_back(arrays), arrays, strict=True))
 
 
@@ -245,7 +245,7 @@ def test_errors_of_ones_own_keep_their_attributes(error):
 def test_a_long_traceback_loses_its_middle():
     _, copy = sent(helpers.recurse)
     assert type(copy) is RecursionError
-    assert len(traceback.extract_tb(copy.__traceback__)) <= errors.MOST_FRAMES
+    assert len(traceback.extract_tb(copy.__traceback__)) <= errors.MAX_FRAMES
 
 
 def test_cause_context_and_notes_survive():

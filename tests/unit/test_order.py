@@ -25,7 +25,7 @@ class Rank:
 
     @property
     def is_over(self):
-        return self.order.done and not self.ready
+        return self.order.is_over and not self.ready
 
     def state(self):
         """Return its state, by way of JSON."""
@@ -113,7 +113,7 @@ class ShardRank(Rank):
 
     def take(self, choose):
         order = self.order
-        if order.done:
+        if order.is_over:
             return
         shard = order.turn()
         if shard is ANY:
@@ -204,10 +204,10 @@ def test_a_task_changes_its_stage_by_the_table(data, made, ordered):
     def change(number, event):
         stages[number] = CHANGES[stages[number], event]
 
-    order, ready, stages = begun(Epoch(0)), [], dict.fromkeys(range(len(made)), Stage.REST)
+    order, ready, stages = begun(Epoch(0)), [], dict.fromkeys(range(len(made)), Stage.PENDING)
     for _ in range(5 * MOST):
-        rest = [number for number, stage in stages.items() if stage is Stage.REST]
-        if not (may := ["take"] * bool(rest) + ["give", "stop"] * bool(ready)):
+        rest = [number for number, stage in stages.items() if stage is Stage.PENDING]
+        if not (may := ["take"] * bool(rest) + ["deliver", "stop"] * bool(ready)):
             break
         event = data.draw(st.sampled_from(may))
         if event == "take":
@@ -216,8 +216,8 @@ def test_a_task_changes_its_stage_by_the_table(data, made, ordered):
             order.take(number, has_item=made[number])
             change(number, "take" if made[number] else "pass over")
             ready += [Item(0, number, None)] * made[number]
-        elif event == "give":
-            change(ready.pop(0).number, "give")
+        elif event == "deliver":
+            change(ready.pop(0).number, "deliver")
         else:
             order = begun(order.position(ready))
             for item in ready:
@@ -226,7 +226,7 @@ def test_a_task_changes_its_stage_by_the_table(data, made, ordered):
         position, left_out = order.position(ready), [*stages.values()].count(Stage.LEFT_OUT)
         begin, done = position.starts[0].number, position.done
         of_rest = {number for number in stages if number >= begin and number not in done}
-        assert of_rest == {n for n, s in stages.items() if s in (Stage.REST, Stage.READY)}
+        assert of_rest == {n for n, s in stages.items() if s in (Stage.PENDING, Stage.READY)}
         assert of_rest == {n for n in stages if not order.is_before(0, n, position)}
         assert position.left_out == left_out
 
@@ -237,7 +237,7 @@ def test_a_workers_own_turns_are_those_of_the_whole(lengths, workers):
 
     def read(shards):
         order, left, seen = ShardOrder(Epoch(0), shards, True), list(lengths), []
-        while not order.done:
+        while not order.is_over:
             shard = order.turn()
             if left[shard]:
                 left[shard] -= 1
@@ -349,7 +349,7 @@ def test_results_of_the_next_epoch_wait_for_it():
         results.put(Item(0, 0, "x"))
         assert sorted(taken(results, order)) == [0, 1]
         assert results.peek(order) is False
-        assert order.done
+        assert order.is_over
         assert (order.place_of(1), order.place_of(3)) == ((0, 1), (1, 1))
         assert results.waiting_before(2, 5) == 0
         following = TaskOrder(Epoch(1), 2, ordered)
@@ -365,7 +365,7 @@ def test_an_epoch_ends_with_an_empty_task_before_a_failure_of_the_next_one():
             results.put(message)
         assert taken(results, order) == [0]
         assert results.peek(order) is True
-        assert order.done
+        assert order.is_over
 
 
 def test_skipped_errors_come_once_each_and_before_the_result():
@@ -395,7 +395,7 @@ def test_a_task_that_is_done_again_tells_its_errors_again_and_once():
     assert found == dataclasses.replace(again, nth=1)
     results.pass_over(found)
     assert results.peek(order) is True
-    assert order.done
+    assert order.is_over
 
 
 def test_a_failure_waits_for_its_turn_and_stays():

@@ -95,8 +95,8 @@ def test_a_nest_that_contains_itself_has_a_size():
 
 def test_a_glance_looks_at_so_many_objects():
     # The last ones come first.
-    assert size_of([bytearray(1), *[{"x": bytes([n])} for n in range(4)]], most=3) == 1
-    assert size_of([object()] * 10**6, most=SAMPLED) == 0
+    assert size_of([bytearray(1), *[{"x": bytes([n])} for n in range(4)]], limit=3) == 1
+    assert size_of([object()] * 10**6, limit=SAMPLED) == 0
 
 
 def test_objects_that_come_and_go_while_it_looks_are_not_taken_for_each_other():

@@ -99,7 +99,7 @@ def test_the_same_names_with_other_shapes_are_another_layout():
 
 
 def test_items_of_any_length_are_left_to_pickle_after_some(monkeypatch):
-    monkeypatch.setattr(item_codec, "_MOST_LAYOUTS", 3)
+    monkeypatch.setattr(item_codec, "_MAX_LAYOUTS", 3)
     layouts = Layouts()
     lengths = [n for n in range(1, 9) if layouts.encode([np.zeros(n)]) is not None]
     assert lengths == [1, 2, 3]

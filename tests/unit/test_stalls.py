@@ -90,7 +90,7 @@ def test_a_thread_that_has_ended_has_no_stack():
 
 
 @pytest.mark.parametrize(
-    ("warn_s", "most_s", "waited_s", "next_s"),
+    ("warn_s", "timeout_s", "waited_s", "next_s"),
     [
         (60.0, None, 0.0, 60.0),
         (60.0, 90.0, 0.0, 60.0),
@@ -99,7 +99,7 @@ def test_a_thread_that_has_ended_has_no_stack():
         (None, None, 0.0, None),
     ],
 )
-def test_a_wait_is_cut_at_the_first_limit(monkeypatch, warn_s, most_s, waited_s, next_s):
+def test_a_wait_is_cut_at_the_first_limit(monkeypatch, warn_s, timeout_s, waited_s, next_s):
     monkeypatch.setattr(stall.time, "monotonic", lambda: 1000.0)
-    until = Wait(WaitLimits(warn_s, most_s), waited_s).until
+    until = Wait(WaitLimits(warn_s, timeout_s), waited_s).until
     assert until == (None if next_s is None else 1000.0 + next_s)

@@ -81,7 +81,7 @@ def test_where_the_system_does_not_tell_nothing_is_known(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="of Linux")
 def test_of_this_process_it_is_known():
-    assert 1_000_000 < usage.own_bytes(os.getpid()) <= usage.of_process(os.getpid()).rss_bytes
+    assert 1_000_000 < usage.unshared_bytes(os.getpid()) <= usage.of_process(os.getpid()).rss_bytes
     assert usage.available_bytes() > 0
 
 
@@ -102,7 +102,7 @@ def test_the_waits_of_a_thread_are_counted():
 
 
 def test_of_a_process_that_has_ended_nothing_is_known():
-    assert usage.own_bytes(2**22 + 1) is None
+    assert usage.unshared_bytes(2**22 + 1) is None
 
 
 def test_without_an_answer_there_is_a_gil(monkeypatch):

@@ -19,8 +19,15 @@ from enqueuer.adapters.torch.position import Position, asks_for_worker, holds_ge
 from enqueuer.backends.job import METHODS
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
-from enqueuer.enqueuers.options import Auto, Backends, Options, Processes, Ray, checked_order
-from enqueuer.enqueuers.workload import MOST_WORKERS
+from enqueuer.enqueuers.options import (
+    MAX_WORKERS,
+    Auto,
+    Backends,
+    Options,
+    Processes,
+    Ray,
+    checked_order,
+)
 from enqueuer.errors import InvalidState
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.stats import Bottleneck, Stats
@@ -36,7 +43,7 @@ _DataLoader: Any = torch.utils.data.DataLoader
 # attribute of its name, as trainers build a loader again from these attributes.
 _OPTIONS = ("backend", "max_restarts", "on_error", "stall_timeout", "element_timeout", "trace")
 # Attributes that torch does not set; before 2.6 `in_order` is one of them.
-_OWN = (*_OPTIONS, "concurrency", "round_robin", "in_order")
+_OF_ENQUEUER = (*_OPTIONS, "concurrency", "round_robin", "in_order")
 # Arguments that decide the samples and their order, which a rebuilt loader is given.
 _ORDER = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 # Other arguments of torch's class.
@@ -75,7 +82,7 @@ class LoaderStats(Stats):
         return re.sub(r"max_queue_size=\d+(?: instead of \d+)?", f"prefetch_factor={ahead}", text)
 
 
-@checks.tells_options
+@checks.suggests_options
 class DataLoader(_DataLoader):
     """A `torch.utils.data.DataLoader` whose workers are those of an enqueuer.
 
@@ -178,10 +185,10 @@ class DataLoader(_DataLoader):
         self._is_auto = num_workers == "auto"
         # Others divide by it. There may be more workers than CPUs, if they wait for a network.
         count = max(1, int(usage.cpus())) if num_workers == "auto" else num_workers
-        given = locals() | {"num_workers": count}
-        super().__init__(**{name: given[name] for name in (*_ORDER, *_OF_TORCH)})
-        for name in _OWN:
-            setattr(self, name, given[name])
+        arguments = locals() | {"num_workers": count}
+        super().__init__(**{name: arguments[name] for name in (*_ORDER, *_OF_TORCH)})
+        for name in _OF_ENQUEUER:
+            setattr(self, name, arguments[name])
         _check(self)
         self._position = Position(self)
 
@@ -217,10 +224,10 @@ class DataLoader(_DataLoader):
         latest = self._position.ended
         first = 1 if latest is None else max(1, len(latest.stats().workers))
         # More of them would have nothing to do. A sampler without a length has the hint 0.
-        most = min(MOST_WORKERS, operator.length_hint(self._index_sampler))
-        if not most or isinstance(self.backend, Ray) or self.backend == "ray":
+        limit = min(MAX_WORKERS, operator.length_hint(self._index_sampler))
+        if not limit or isinstance(self.backend, Ray) or self.backend == "ray":
             return Auto(first=first)
-        return Auto(most, min(first, most))
+        return Auto(limit, min(first, limit))
 
     @property
     def is_round_robin(self) -> bool:
@@ -269,10 +276,10 @@ class DataLoader(_DataLoader):
             dataset: Dataset of the new loader.
             order: Its `batch_size`, `sampler`, `batch_sampler` and `drop_last`.
         """
-        kept = self._attributes((*_OF_TORCH, *_OWN))
+        attributes = self._attributes((*_OF_TORCH, *_OF_ENQUEUER))
         if self._is_auto:
-            kept["num_workers"] = "auto"
-        return type(self)(dataset, **order, **kept)
+            attributes["num_workers"] = "auto"
+        return type(self)(dataset, **order, **attributes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that the loop was given.
@@ -361,11 +368,11 @@ def _check(loader: DataLoader) -> None:
     """Check the options that are not torch's."""
     checks.positive("concurrency", loader.concurrency)
     loader.in_order = checked_order("in_order", loader.in_order)
-    given: Any = loader._attributes(_OPTIONS)
+    arguments: Any = loader._attributes(_OPTIONS)
     if loader.num_workers == 0 or loader._has_threads:
         # Options do not know of these.
-        given["backend"] = "thread"
-    is_thread = Options(**given).backend_name == "thread"
+        arguments["backend"] = "thread"
+    is_thread = Options(**arguments).backend_name == "thread"
     if loader.round_robin and (loader._is_auto or is_thread):
         raise ValueError("round_robin=True needs a fixed number of worker processes")
     if loader.num_workers == 0 and loader.on_error != "raise":

@@ -33,11 +33,10 @@ from enqueuer.common.text import str_of
 from enqueuer.errors import StateMismatch
 from enqueuer.transport.errors import decode_error, encode_error
 from enqueuer.workers import arrays
-from enqueuer.workers.event_loop import ThreadSnapshot, set_others
 from enqueuer.workers.logs import log_error
 from enqueuer.workers.plan import OnError, Raised, may_skip
 from enqueuer.workers.shards import Shard, Task, seeds_of
-from enqueuer.workers.task_loop import snapshots_of
+from enqueuer.workers.threads import ThreadSnapshot, element_snapshots, set_snapshots
 
 torch = framework("torch", "torch", "2.1")
 
@@ -130,14 +129,14 @@ class FallibleDataset:
         current: dict[int, Any] = {}
 
         def snapshots() -> list[ThreadSnapshot]:
-            found = snapshots_of(current)
+            found = element_snapshots(current)
             return [at._replace(indices=tuple(map(str_of, at.indices))) for at in found]
 
-        set_others(snapshots)
+        set_snapshots(snapshots)
         try:
             return list(self._threads.map(functools.partial(self._in_thread, current), indices))
         finally:
-            set_others(None)
+            set_snapshots(None)
 
     def _in_thread(self, current: dict[int, Any], index: Any) -> Any:
         ident = threading.get_ident()
@@ -176,12 +175,12 @@ class FallibleDataset:
         return Raised(error)
 
 
-def _collate_kept(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
+def _collate_usable(collate: Callable[[Any], Any], samples: list[Any]) -> Any:
     """Make a batch of the samples that were not skipped; raise the last error if all were."""
-    kept = [sample for sample in samples if type(sample) is not Raised]
-    if not kept and samples:
+    usable = [sample for sample in samples if type(sample) is not Raised]
+    if not usable and samples:
         raise samples[-1].error
-    return collate(kept)
+    return collate(usable)
 
 
 def fetchers_of(loader: Any) -> Callable[[], Any]:
@@ -192,7 +191,7 @@ def fetchers_of(loader: Any) -> Callable[[], Any]:
     dataset, collate = loader.dataset, loader.collate_fn
     if loader._auto_collation and (loader.on_error, loader.concurrency) != ("raise", 1):
         dataset = FallibleDataset(dataset, loader.on_error, loader.concurrency)
-        collate = functools.partial(_collate_kept, collate)
+        collate = functools.partial(_collate_usable, collate)
     make = torch.utils.data._DatasetKind.create_fetcher
     kind, is_batched = loader._dataset_kind, loader._auto_collation
     return functools.partial(make, kind, dataset, is_batched, collate, loader.drop_last)

@@ -246,7 +246,7 @@ class WorkerIterator(_BaseIterator):
         source: Any = workload.source
         source.begin_worker, source.is_round_robin = worker.begin, self._is_round_robin
         # So the samplers are read when torch reads them.
-        source.most_out = self._ahead if isinstance(options["workers"], int) else None
+        source.max_pending = self._ahead if isinstance(options["workers"], int) else None
         return enqueuer
 
     def _init_of(self, loader: Any) -> Callable[[int], object] | None:

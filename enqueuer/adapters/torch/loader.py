@@ -82,7 +82,7 @@ class TensorOptions(TypedDict, total=False):
     world_size: int | None
 
 
-@checks.tells_options
+@checks.suggests_options
 class TorchLoader(TrainerNames, Loader[Batch]):
     """A loader of tensors that replaces a DataLoader.
 
@@ -154,7 +154,7 @@ class TorchLoader(TrainerNames, Loader[Batch]):
         world_size: int | None = None,
     ) -> None:
         ranks = Ranks(rank, world_size)
-        own = ranks.part_of(enqueuer)
+        part = ranks.part_of(enqueuer)
         if pin_memory and not torch.cuda.is_available():
             pin_memory = False
             warnings.warn(
@@ -163,10 +163,10 @@ class TorchLoader(TrainerNames, Loader[Batch]):
                 stacklevel=2,
             )
         super().__init__(
-            own,
+            part,
             steps_per_epoch,
             convert=_as_pinned_tensors if pin_memory else as_tensors,
-            check=functools.partial(ranks.check, own),
+            check=functools.partial(ranks.check, part),
         )
 
 
@@ -185,7 +185,7 @@ def _pinned(leaf: Any) -> Any:
     return leaf.pin_memory()
 
 
-@checks.tells_options
+@checks.suggests_options
 class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
     """An iterable dataset whose items are the batches of an enqueuer.
 
@@ -240,7 +240,7 @@ class EnqueuerIterableDataset(TorchLoader[Any], _IterableDataset):
         return {name: value for name, value in vars(self).items() if name not in _OF_LOADERS}
 
 
-@checks.tells_options
+@checks.suggests_options
 class EnqueuerMapDataset(_Dataset):
     """A map-style dataset whose items come from an enqueuer.
 

@@ -161,9 +161,9 @@ def _index_text(index: Any) -> str:
 
 # Attributes by which one sampler refers to another.
 _INNER = ("batch_sampler", "sampler", "base_sampler")
-_MOST_OWNERS = 100
+_MAX_OWNERS = 100
 # Objects of a dataset that are looked at for generators, and items of each container.
-_MOST_OBJECTS, _MOST_ITEMS = 1000, 100
+_MAX_OBJECTS, _MAX_ITEMS = 1000, 100
 
 
 class Stream(NamedTuple):
@@ -221,7 +221,7 @@ def restore(streams: Mapping[str, Stream], states: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def kept(streams: Mapping[str, Stream]) -> Iterator[None]:
+def preserved(streams: Mapping[str, Stream]) -> Iterator[None]:
     """Put the streams back at the end, as if nothing had been drawn."""
     before = save(streams)
     try:
@@ -235,20 +235,20 @@ def _owners(loader: Any) -> Iterator[tuple[str, Any]]:
     # By number, as the owners are kept alive, and an id stays theirs.
     pending, seen = [("", loader)], dict[int, Any]()
     # An object may invent its attributes, such as a mock.
-    while pending and len(seen) < _MOST_OWNERS:
+    while pending and len(seen) < _MAX_OWNERS:
         path, owner = pending.pop(0)
         if id(owner) in seen:
             continue
         seen[id(owner)] = owner
         yield path, owner
         inner = [(name, getattr(owner, name, None)) for name in _INNER]
-        pending += [(f"{path}{name}.", one) for name, one in inner if one is not None]
+        pending += [(f"{path}{name}.", found) for name, found in inner if found is not None]
 
 
 def holds_generator(dataset: Any) -> bool:
     """Return whether a dataset, or an object in it, such as a transform, has a random generator."""
     pending, seen = deque([dataset]), dict[int, Any]()
-    while pending and len(seen) < _MOST_OBJECTS:
+    while pending and len(seen) < _MAX_OBJECTS:
         value = pending.popleft()
         if id(value) in seen or isinstance(value, (str, bytes, type, types.ModuleType)):
             continue
@@ -259,9 +259,9 @@ def holds_generator(dataset: Any) -> bool:
             case torch.Tensor() | np.ndarray():
                 continue
             case list() | tuple():
-                pending += value[:_MOST_ITEMS]
+                pending += value[:_MAX_ITEMS]
             case dict():
-                pending += itertools.islice(value.values(), _MOST_ITEMS)
+                pending += itertools.islice(value.values(), _MAX_ITEMS)
             case _:
                 pending += getattr(value, "__dict__", {}).values()
     return False
@@ -273,7 +273,7 @@ _OF_WORKERS = frozenset({"get_worker_info", "initial_seed"})
 
 def asks_for_worker(dataset: Any) -> bool:
     """Return whether the code of a dataset asks in which worker it runs, or for its seed."""
-    for _ in range(_MOST_OWNERS):
+    for _ in range(_MAX_OWNERS):
         for kind in type(dataset).__mro__:
             functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
             if any(not _OF_WORKERS.isdisjoint(f.__code__.co_names) for f in functions):
@@ -288,7 +288,7 @@ def ranks_of(loader: Any) -> list[int] | None:
     for _, owner in _owners(loader):
         for names in (("rank", "num_replicas"), ("process_index", "num_processes")):
             ranks: list[Any] = [getattr(owner, name, None) for name in names]
-            if all(type(one) is int for one in ranks):
+            if all(type(found) is int for found in ranks):
                 return ranks
     return None
 
@@ -342,13 +342,13 @@ GLOBAL: dict[str, Any] = {
 }
 
 
-def _own(streams: Mapping[str, Any]) -> dict[str, Any]:
+def _of_loader(streams: Mapping[str, Any]) -> dict[str, Any]:
     """Return those that are not global, which belong to the loader."""
     return {name: stream for name, stream in streams.items() if name not in GLOBAL}
 
 
 _VERSION = 1
-_MOST_EPOCHS = 2**32
+_MAX_EPOCHS = 2**32
 
 
 class Position:
@@ -409,7 +409,7 @@ class Position:
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
         """Give the context in which torch's iterator is made: one that resumes draws nothing."""
-        with kept(self._streams) if self._goes_on else contextlib.nullcontext():
+        with preserved(self._streams) if self._goes_on else contextlib.nullcontext():
             self._made_from = save(self._streams)
             yield
 
@@ -447,7 +447,7 @@ class Position:
                 return
             self.epoch, self.step, self._before = loaded["epoch"], loaded["step"], loaded["before"]
             self._draws_seed, self._expected = loaded["draws_seed"], tuple(loaded["drawn"])
-            with kept(GLOBAL):
+            with preserved(GLOBAL):
                 restore(self._streams, loaded["before"])
                 yield loaded
         except BaseException:
@@ -519,7 +519,7 @@ class Position:
             "before": self._before,
             "draws_seed": self._draws_seed,
             "persistent": self._is_persistent,
-            "now": None if self._before is not None else save(_own(self._streams)),
+            "now": None if self._before is not None else save(_of_loader(self._streams)),
         }
         if self._ranks is not None:
             state["ranks"] = self._ranks
@@ -569,7 +569,7 @@ class Position:
                 checks.count(name, state[name])
             step, fingerprint = state["drawn"]
             checks.count("drawn", step), checks.count("drawn", fingerprint)
-            if state["epoch"] > _MOST_EPOCHS:
+            if state["epoch"] > _MAX_EPOCHS:
                 raise ValueError(f"epoch is out of range: {state['epoch']}")
             states = dict(state["now"] if state["before"] is None else state["before"])
             loaded = {name: state[name] for name in ("seed", "draws_seed", "persistent", *state)}
@@ -579,19 +579,19 @@ class Position:
             if is_plain and step != state["step"]:
                 raise ValueError(f"step is {state['step']}, and {step} batches were drawn")
             # Whether all can be restored, so that otherwise nothing has changed.
-            with kept(self._streams):
+            with preserved(self._streams):
                 restore(self._streams, states)
-        restore(self._streams, _own(states))
+        restore(self._streams, _of_loader(states))
         self._loaded = loaded
 
 
 def _difference_of(saved: Any, here: Any) -> str:
     """Return the difference of two pairs of rank and world size, or None, in words."""
-    one, other = (
+    found, other = (
         "of no rank" if ranks is None else "of rank {} of {}".format(*ranks)
         for ranks in (saved, here)
     )
-    return f"the sampler is {one} in the state and {other} here"
+    return f"the sampler is {found} in the state and {other} here"
 
 
 def _identity_of(loader: Any) -> dict[str, Any]:

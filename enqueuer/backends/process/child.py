@@ -53,12 +53,12 @@ from enqueuer.transport.channel import Credit, Packets, Status, packets_of
 from enqueuer.transport.memory import read_payload
 from enqueuer.transport.sender import ItemSender, SharedSender, send_ready
 from enqueuer.workers import arrays, logs, native
-from enqueuer.workers.event_loop import on_others, snapshots_of
 from enqueuer.workers.plan import OnError, Watch, serve_failure
 from enqueuer.workers.running import WorkerConfig
 from enqueuer.workers.settings import Initializer, Settings, be_worker, load_source, on_import
 from enqueuer.workers.sources import Source
 from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.threads import on_change, snapshots_of
 
 # Most sources are loaded with it, so a fork server imports it once for all workers. A worker that
 # has run out of descriptors or memory could not import it.
@@ -214,12 +214,12 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     """Be a worker that was spawned: the job comes over the channel."""
     sock, lifeline = socket.socket(fileno=sock_fd), Descriptor(lifeline_fd)
     packets = _begin(sock, lifeline)
-    data, (payload_fd, status_fd, *others) = _next_packet(packets)
+    data, (payload_fd, status_fd, *optional) = _next_packet(packets)
     start: ProcessStart = pickle.loads(data)
     if start.has_tracker:
-        _use_tracker(others.pop())
-    stack = Descriptor(others.pop(0)) if start.is_asked else None
-    tasks = socket.socket(fileno=others[0]) if others else None
+        _use_tracker(optional.pop())
+    stack = Descriptor(optional.pop(0)) if start.is_asked else None
+    tasks = socket.socket(fileno=optional[0]) if optional else None
     ends = Ends(sock, lifeline, Status.of(status_fd), stack, tasks)
     os.close(status_fd)
     # Fewer come if there is no room for them.
@@ -230,7 +230,7 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
     _become(config, program, settings)
 
     def load() -> tuple[Source | TaskSource, OnError]:
-        given: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        handover: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(shared) < start.shared:
             text = f"{os.strerror(errno.EMFILE)} for {start.shared} shared objects (`ulimit -n`)"
             raise OSError(errno.EMFILE, text)
@@ -238,8 +238,8 @@ def main(sock_fd: int, lifeline_fd: int) -> None:
             # Most sources share nothing.
             from enqueuer.backends.payload import handed
 
-            given = handed(shared)
-        with given:
+            handover = handed(shared)
+        with handover:
             # The pickle is of no use after that, and may be large.
             return load_source(pickled.pop(), start.worker, buffers)  # type: ignore[no-any-return]
 
@@ -449,5 +449,5 @@ def _answer_by(pipe: Descriptor | None) -> None:
             faulthandler.register(ASK, file=fd, all_threads=False, chain=False)
 
     choose(False)
-    on_others(choose)
+    on_change(choose)
     os.write(fd, b"\n")

@@ -94,8 +94,8 @@ def serve_forks(fd: int) -> tuple[int, int] | None:
     _limit_descriptors(limits[1], limits[1])
     with _deaths() as deaths:
         poller = select.poll()
-        for one in (packets, deaths):
-            poller.register(one, select.POLLIN)
+        for end in (packets, deaths):
+            poller.register(end, select.POLLIN)
         while True:
             poller.poll()
             # Emptied before the children are looked at, so that a later death fills it again.

@@ -69,11 +69,11 @@ from enqueuer.transport.channel import (
 from enqueuer.transport.memory import write_payload
 from enqueuer.transport.receiver import ItemReceiver
 from enqueuer.workers import logs, native
-from enqueuer.workers.event_loop import ThreadSnapshot
 from enqueuer.workers.plan import COLLATING, FETCHING
 from enqueuer.workers.running import WorkerConfig
 from enqueuer.workers.sources import FunctionSource, Source
 from enqueuer.workers.tasks import TaskSource
+from enqueuer.workers.threads import ThreadSnapshot
 
 
 class Child:
@@ -148,7 +148,7 @@ Launched: TypeAlias = Child | Served
 # Seconds for all workers at once; an answer takes about a millisecond.
 ASK_S = 1.0
 # Bytes at once: all that a pipe holds.
-_MOST = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 class Stacks(Descriptor):
@@ -166,14 +166,14 @@ class Stacks(Descriptor):
 
     def prepare(self) -> bool:
         """Forget what an earlier question brought; return whether another one may be asked."""
-        self.hear()
+        self.receive()
         self._text, self.stack, self.threads, self.is_asked = "", None, None, False
         return self._can_answer
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Read what has come; return whether the answer is whole, or none will come."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self.fileno(), _MOST):
+            while data := os.read(self.fileno(), _MAX_BYTES):
                 self._can_answer = True
                 self._text += data.decode(errors="replace")
             # The worker has ended.
@@ -344,9 +344,9 @@ class ProcessWorker:
     def close(self) -> None:
         """Close all that this process has of it."""
         self.inbox.close()
-        for one in (self.process, self.lifeline, self.stacks, self.pidfd):
-            if one is not None:
-                one.close()
+        for resource in (self.process, self.lifeline, self.stacks, self.pidfd):
+            if resource is not None:
+                resource.close()
 
     def __str__(self) -> str:
         return self.name
@@ -374,8 +374,8 @@ def ask_stacks(workers: Iterable[ProcessWorker]) -> None:
             worker.send_signal(ASK)
     end = time.monotonic() + ASK_S
     for stacks in asked:
-        while not stacks.hear() and (left := end - time.monotonic()) > 0:
-            readable(stacks, left)
+        while not stacks.receive() and (remaining := end - time.monotonic()) > 0:
+            readable(stacks, remaining)
 
 
 def open_pidfd(process: Launched) -> Descriptor | None:
@@ -461,7 +461,7 @@ def _is_local(source: Source | TaskSource) -> bool:
     return any("<locals>" in str(name) for name in (*names, *(k.__qualname__ for k in kinds)))
 
 
-_OTHERS = "backend='thread' or backend=Processes(start_method='fork')"
+_INSTEAD = "backend='thread' or backend=Processes(start_method='fork')"
 
 
 class Starter:
@@ -515,7 +515,7 @@ class Starter:
             # The source has a pickle of its own: an error while that is loaded is the user's.
             where = f"a process started by {job.start_method}"
             pickled = pickled_source(
-                job.source, job.on_error, where, _OTHERS, self.known, shared, job.initializer
+                job.source, job.on_error, where, _INSTEAD, self.known, shared, job.initializer
             )
             head = pickle.dumps((self._config, program_settings(), *pickled), protocol=5)
             self._shared = shared.descriptors
@@ -540,9 +540,9 @@ class Starter:
 
     @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
-        given = self._job.threads_per_worker
-        threads = given or self._job.share_of(usage.cpus())
-        return native.limits(threads, given is not None, os.environ)
+        arguments = self._job.threads_per_worker
+        threads = arguments or self._job.share_of(usage.cpus())
+        return native.limits(threads, arguments is not None, os.environ)
 
     @functools.cached_property
     def _loaded(self) -> native.Loaded:
@@ -612,8 +612,8 @@ class Starter:
         """Start the process of a worker."""
         job = self._job
         if job.start_method == "fork":
-            given = ends, self._config, start, self._loaded, self._source, job.on_error
-            return fork(functools.partial(main_forked, *given, job.initializer))
+            arguments = ends, self._config, start, self._loaded, self._source, job.on_error
+            return fork(functools.partial(main_forked, *arguments, job.initializer))
         if job.start_method == "spawn":
             fds = ends.sock.fileno(), ends.lifeline.fileno()
             return Child(fresh_interpreter(program("main", *fds), fds, self._thread_limits))

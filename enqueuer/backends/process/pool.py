@@ -48,7 +48,7 @@ from enqueuer.backends.pool import (
 from enqueuer.backends.process.handle import ProcessWorker, Starter, ask_stacks
 from enqueuer.backends.stall import line_of
 from enqueuer.common import interrupts
-from enqueuer.common.descriptors import own_sockets
+from enqueuer.common.descriptors import owned_sockets
 from enqueuer.common.text import warn
 from enqueuer.errors import StartError, StopWarning
 from enqueuer.monitoring import usage
@@ -62,9 +62,9 @@ from enqueuer.workers.tasks import TaskSource
 # --- tickets --------------------------------------------------------------------------------------
 
 # Tokens that are kept, beside as many as are needed, before some are forgotten.
-_MOST_TOKENS = 1000
+_MAX_TOKENS = 1000
 # Tokens of tickets for one worker; far more than it ever has.
-_MOST_ASSIGNED = 100_000
+_MAX_ASSIGNED = 100_000
 
 
 class QueueDispatch(Dispatch[ProcessWorker]):
@@ -87,7 +87,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._assigned: dict[ProcessWorker, dict[int, int]] = {}
         # Tokens, numbers and tickets for which there was no room in the channel of one worker.
         self._owed: dict[ProcessWorker, deque[tuple[int, int, bytes]]] = {}
-        self._most_tokens = _MOST_TOKENS
+        self._max_tokens = _MAX_TOKENS
 
     def open(self) -> TaskQueue:
         """Make the queue."""
@@ -132,15 +132,15 @@ class QueueDispatch(Dispatch[ProcessWorker]):
                 raise
             self._last_token = token
             self._offered[token] = number
-            if len(self._offered) > self._most_tokens:
-                self._forget_done()
+            if len(self._offered) > self._max_tokens:
+                self._forget_finished()
             unsent.popleft()
 
     def assign(self, worker: ProcessWorker, number: int, packed: bytes) -> None:
         self._last_token += 1
         assigned = self._assigned.setdefault(worker, {})
         assigned[self._last_token] = number
-        if len(assigned) > _MOST_ASSIGNED:
+        if len(assigned) > _MAX_ASSIGNED:
             # It was done long ago.
             del assigned[next(iter(assigned))]
         owed = self._owed.setdefault(worker, deque())
@@ -173,7 +173,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
         self._assigned.pop(worker, None)
         self._owed.pop(worker, None)
 
-    def _forget_done(self) -> None:
+    def _forget_finished(self) -> None:
         """Forget the tokens that were taken and that no worker claims."""
         first = self._queue.first()
         claimed = {token for worker in self._workers for token in worker.inbox.claimed}
@@ -182,7 +182,7 @@ class QueueDispatch(Dispatch[ProcessWorker]):
             for token, number in self._offered.items()
             if token in claimed or (first is not None and token >= first)
         }
-        self._most_tokens = 2 * len(self._offered) + _MOST_TOKENS
+        self._max_tokens = 2 * len(self._offered) + _MAX_TOKENS
 
 
 # --- the pool -------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
                 queue = self.dispatch.open()
                 resources.callback(self.dispatch.close)
             self._starter.open(resources, queue)
-            self._wake, self._woken = own_sockets(socket.socketpair())
+            self._wake, self._woken = owned_sockets(socket.socketpair())
             for end in (self._wake, self._woken):
                 resources.callback(end.close)
             self._poller.register(self._woken, select.POLLIN)
@@ -396,7 +396,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         return [worker.snapshot() for worker in workers]
 
     def worker_bytes(self) -> int | None:
-        found = (usage.own_bytes(worker.process.pid) for worker in list(self.workers))
+        found = (usage.unshared_bytes(worker.process.pid) for worker in list(self.workers))
         return max((size for size in found if size is not None), default=None)
 
     # --- stop ---
@@ -425,28 +425,28 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         escalation = min(ESCALATION_S, timeout / 2)
         self._reap_until(end - escalation)
         for number, limit in ((signal.SIGTERM, end - escalation / 2), (signal.SIGKILL, end)):
-            for worker in self._left():
+            for worker in self._living():
                 worker.send_signal(number)
             self._reap_until(limit)
         # SIGKILL ends a process at once, unless it waits for a disk that does not respond.
         self._reap_until(end + ESCALATION_S)
-        for worker in self._left():
+        for worker in self._living():
             warn(f"{worker} could not be killed; it may hang in a system call", StopWarning)
-        self.workers[:] = self._left()
+        self.workers[:] = self._living()
         if not self.workers:
             self._resources.close()
 
-    def _left(self) -> list[ProcessWorker]:
+    def _living(self) -> list[ProcessWorker]:
         return [worker for worker in self.workers if worker.state is not WorkerState.ENDED]
 
     def _reap_until(self, deadline: float) -> None:
         """Read and drop the messages of the workers, until all have ended or time is over."""
-        for worker in self._left():
+        for worker in self._living():
             if worker.state is WorkerState.DEAD:
                 self._end(worker)
-        while left := self._left():
+        while living := self._living():
             poller = select.poll()
-            for worker in left:
+            for worker in living:
                 end = worker.inbox.control.packets if worker.pidfd is None else worker.pidfd
                 poller.register(end.fileno(), select.POLLIN)
                 # An ended channel would wake the poll every time.
@@ -458,7 +458,7 @@ class ProcessPool(WorkerPool[ProcessWorker]):
             if not interrupts.interruptible(poller.poll, remaining * 1000 + 1):
                 return
             # A signal handler that ran in the wait may have called stop().
-            for worker in left:
+            for worker in living:
                 if worker.state is not WorkerState.ENDED:
                     _read_last(worker)
                 if worker.state is not WorkerState.ENDED and worker.has_ended():

@@ -49,11 +49,11 @@ from enqueuer.order.messages import Empty, End, Epoch, Failure, Item, Message, T
 from enqueuer.transport.errors import with_decoded_error, with_encoded_error
 from enqueuer.transport.item_codec import Encoder, decode
 from enqueuer.workers import logs, native
-from enqueuer.workers.event_loop import ThreadSnapshot, snapshots_of
 from enqueuer.workers.plan import Sender, serve_failure
 from enqueuer.workers.running import WorkerConfig
 from enqueuer.workers.settings import Settings, be_worker, load_source
 from enqueuer.workers.task_loop import ElementThreads, LockedSender
+from enqueuer.workers.threads import ThreadSnapshot, snapshots_of
 
 # --- the channel ----------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Outbox:
         # copied into the object store.
         self._put_count = self._taken_count = self._copied_count = 0
         # Time at which the last item had left the loop.
-        self._done = 0
+        self._sent_ns = 0
         self._closed = False
         # Reentrant, as the garbage collector may run here, and what it finalizes may log.
         self._lock = threading.RLock()
@@ -161,23 +161,23 @@ class Outbox:
         self._encoder.arrays.clear()
         size = len(data) + sum(view.nbytes for view in views)
         # An item that took long to make should leave before the next one takes this thread.
-        is_kept = began - self._done > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
+        is_retained = began - self._sent_ns > _SLOW_NS or (bool(views) and size > _SMALL_BYTES)
         # The buffers are the memory of the item, which may change once this method returns.
-        buffers = tuple(map(_contiguous if is_kept else _copy, views))
+        buffers = tuple(map(_contiguous if is_retained else _copy, views))
         with self._lock:
             waited = self._wait_for_room_locked(size)
             self.sent += 1
             self._size += size
             self._put_locked(ItemFrame(shard, number, has_state, data, buffers))
             self._put_count += 1
-            own_count = self._put_count
-            if is_kept:
-                while self._copied_count < own_count and not self._closed:
+            count = self._put_count
+            if is_retained:
+                while self._copied_count < count and not self._closed:
                     self._called.wait()
-        self._done = clock()
+        self._sent_ns = clock()
         words = self.meter.words
         words[BYTES] += size
-        words[SENDING] += self._done - began - waited
+        words[SENDING] += self._sent_ns - began - waited
 
     def _wait_for_room_locked(self, size: int) -> int:
         """Wait until an item may be sent; return the nanoseconds of the wait."""
@@ -422,7 +422,7 @@ GROUPS = {"work": 1, "packets": 1, "orders": 1, "inspect": 1}
 """The concurrency groups of an actor, each with one thread, in which its methods run."""
 
 # Packets of one stream; Ray remembers each of them until the stream ends.
-_MOST_PACKETS = 10_000
+_MAX_PACKETS = 10_000
 
 
 @dataclass(frozen=True)
@@ -517,12 +517,12 @@ class RayWorker:
 
     def packets(self) -> Iterator[list[Frame]]:
         """Yield the frames in the order in which they were sent, as many at once as there are."""
-        for _ in range(_MOST_PACKETS):
+        for _ in range(_MAX_PACKETS):
             frames = self._outbox.take()
             yield frames
             if isinstance(frames[-1], Ended):
                 return
-            # Otherwise an item would live on while the next one is made.
+            # Without this, an item would live on while the next one is made.
             del frames
 
     def assign(self, orders: list[Epoch], tickets: list[tuple[int, bytes]]) -> None:

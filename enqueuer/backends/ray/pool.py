@@ -74,7 +74,7 @@ from enqueuer.workers.tasks import TaskSource
 _ROUND_TRIP_NS = 5_000_000
 # Nanoseconds; a task that takes longer is assigned alone.
 _SLOW_NS = 100_000_000
-_MOST_AHEAD = 64
+_MAX_AHEAD = 64
 
 
 class Assigned:
@@ -104,7 +104,7 @@ class Assigned:
         """Return the number of further tasks for an actor that runs so many at once."""
         wanted = 1
         if 0 < self._pace_ns <= _SLOW_NS:
-            wanted = min(_MOST_AHEAD, 1 + math.ceil(_ROUND_TRIP_NS / self._pace_ns))
+            wanted = min(_MAX_AHEAD, 1 + math.ceil(_ROUND_TRIP_NS / self._pace_ns))
         return at_once - 1 + wanted - len(self.numbers)
 
 
@@ -168,7 +168,7 @@ class Actor:
         """Call a method of the actor that has no result, unless the actor has ended."""
         if self.state in HAS_ENDED:
             return
-        # Otherwise an exception of a signal handler would count as the end of Ray.
+        # Unless it is held back, an exception of a signal handler would count as the end of Ray.
         with interrupts.held():
             try:
                 self.pool.session.call(self.handle, method, *args, group=group)
@@ -276,7 +276,7 @@ class Actor:
                 ref = next(stream, None)
             else:
                 ref = await anext(stream, None)
-                # Otherwise the event loop would keep the packet that Ray has fetched.
+                # Without this, the event loop would keep the packet that Ray has fetched.
                 await asyncio.sleep(0)
                 session.check()
             if ref is None:
@@ -284,7 +284,7 @@ class Actor:
                 streams.append(self._stream())
                 continue
             self.pool.deliver(self, get(ref))
-            # Otherwise Ray would keep the packet until the next one comes.
+            # Without this, Ray would keep the packet until the next one comes.
             del ref
             # Frames may follow the last one, as the user's threads may still log.
             if self.state is WorkerState.ENDED:
@@ -346,14 +346,14 @@ class ActorDispatch(Dispatch[Actor]):
             # Its replacement may be there already.
             self._assign_waiting_locked()
 
-    def done_locked(self, worker: Actor, numbers: Sequence[int]) -> None:
+    def finish_locked(self, worker: Actor, numbers: Sequence[int]) -> None:
         """Remove the tasks that a worker has done, and assign others."""
         for number in numbers:
             worker.tasks.done(number)
         self._assign_waiting_locked()
 
     def _assign_waiting_locked(self) -> None:
-        given: dict[Actor, list[tuple[int, bytes]]] = {}
+        assigned: dict[Actor, list[tuple[int, bytes]]] = {}
         able = [worker for worker in list(self._workers) if _can_work(worker)]
         while self._waiting and able:
             worker = max(able, key=lambda worker: worker.tasks.lacks(self._at_once))
@@ -361,8 +361,8 @@ class ActorDispatch(Dispatch[Actor]):
                 break
             ticket = self._waiting.popleft()
             worker.tasks.add(ticket[0])
-            given.setdefault(worker, []).append(ticket)
-        for worker, tickets in given.items():
+            assigned.setdefault(worker, []).append(ticket)
+        for worker, tickets in assigned.items():
             worker.order("assign", [], tickets)
 
 
@@ -481,7 +481,7 @@ class RayPool(WorkerPool[Actor]):
                 actor.inbox.add_locked(frame, message, size)
                 if message is not None and not (isinstance(message, Failure) and message.skipped):
                     done.append(message.number)
-            self.dispatch.done_locked(actor, done)
+            self.dispatch.finish_locked(actor, done)
             self.wake()
         for frame in frames:
             if isinstance(frame, Ended) and frame.why:
@@ -502,8 +502,8 @@ class RayPool(WorkerPool[Actor]):
             # It may find that the actor is dead.
             with self._lock:
                 self._request(awaited)
-        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        interrupts.interruptible(self._quiet.acquire, True, left)
+        remaining = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        interrupts.interruptible(self._quiet.acquire, True, remaining)
 
     def _request(self, awaited: Actor | None) -> None:
         """Grant credit for the item for which the loop is about to wait."""
@@ -614,8 +614,8 @@ class RayPool(WorkerPool[Actor]):
         for actor in self.workers:
             if actor.is_receiving:
                 assert actor.thread is not None
-                left = max(0.0, deadline - time.monotonic())
-                interrupts.interruptible(actor.thread.join, left)
+                remaining = max(0.0, deadline - time.monotonic())
+                interrupts.interruptible(actor.thread.join, remaining)
 
 
 def _why_no_stack(actor: Actor, missing: str) -> str:

@@ -190,13 +190,13 @@ def missing(options: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> s
     have = [node["Resources"] for node in nodes if node["Alive"]]
     if any(all(of.get(name, 0) >= amount for name, amount in asked.items()) for of in have):
         return ""
-    most = {name: max((of.get(name, 0) for of in have), default=0) for name in asked}
-    short = [name for name in asked if most[name] < asked[name]]
+    largest = {name: max((of.get(name, 0) for of in have), default=0) for name in asked}
+    short = [name for name in asked if largest[name] < asked[name]]
     if not short:
         return " and ".join(_amount(name, asked[name]) for name in asked) + " on one node"
     return ", ".join(
         _amount(name, asked[name])
-        + (f" (at most {_amount(name, most[name], '')} on a node)" if most[name] else "")
+        + (f" (at most {_amount(name, largest[name], '')} on a node)" if largest[name] else "")
         for name in short
     )
 

@@ -86,7 +86,7 @@ _ADVICE = {
 }
 
 
-@checks.tells_options
+@checks.suggests_options
 class HDF5Source(Generic[Batch]):
     """The rows of an HDF5 file: a generator function of a shard, and a sequence.
 
