@@ -62,59 +62,16 @@ def test_what_is_no_state_is_refused(state):
         make().load_state_dict(state)
 
 
-@pytest.mark.thorough("processes")
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epoch": "first"},
-        {"epoch": None},
-        {"positions": "none"},
-        {"positions": [[0]]},
-        {"positions": [[0, "x"]]},
-        {"positions": {"0": 1}},
-        {"states": [[0, {}, 1, 2]]},
-        {"states": [7]},
-        {"epoch": 1e30},
-        {"epoch": 1.0},
-        {"epoch": True},
-        {"epoch": 10**12},
-        {"epoch": -1},
-        {"random_seed": 7.0},
-        {"random_seed": "x"},
-        {"random_seed": None},
-        {"shards": 3.0},
-        {"shards": 0},
-        {"positions": [[0, 1.5], [1, 1], [2, 1]]},
-        {"positions": [["0", 1], [1, 1], [2, 1]]},
-        {"positions": [[0, -1], [1, 1], [2, 1]]},
-        {"positions": [[0, 1], [0, 2], [1, 1], [2, 1]]},
-        {"states": [[0, {}, -1]]},
-        {"states": [[0, {}, 9]]},
-        {"states": [[0, {}], [0, {}]]},
-        {"states": [[9, {}]]},
-        {"ended": None},
-        {"ended": [0]},
-        {"ended": [7, 7]},
-        {"error_count": -1},
-        {"error_count": 1.5},
-        {"total_items": -1},
-        {"total_items": "4"},
-    ],
-)
-def test_what_was_spoilt_is_refused(change):
+def test_what_was_spoilt_is_refused_and_changes_nothing():
     enqueuer = GeneratorEnqueuer(random_batches)
     before = enqueuer.state_dict()
     with pytest.raises(StateMismatch, match="not the state of an enqueuer"):
-        enqueuer.load_state_dict(saved_after(4) | change)
+        enqueuer.load_state_dict(saved_after(4) | {"positions": [[0, "x"]]})
     assert enqueuer.state_dict() == before
 
 
-def test_a_state_that_lacks_a_shard_is_refused():
-    state = saved_after(4)
-    del state["positions"][1]
-    with pytest.raises(StateMismatch, match="neither a position nor the end of shards"):
-        make().load_state_dict(state)
-    ended = saved_after(13)  # one shard has ended
+def test_a_state_with_an_ended_shard_is_loaded():
+    ended = saved_after(13)
     assert len(ended["ended"]) == 1
     make().load_state_dict(ended)
 
