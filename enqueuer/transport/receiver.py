@@ -263,6 +263,11 @@ class ItemReceiver:
         return self.control.asked > self.control.items
 
     @property
+    def is_coming(self) -> bool:
+        """Whether an item that was wanted is on its way."""
+        return self._wanted > self._delivered and self.is_asking
+
+    @property
     def load(self) -> int:
         """Number of items that wait, here or where they were given to, or may still be sent."""
         return self._limit - self._taken

@@ -308,7 +308,9 @@ class ProcessPool(WorkerPool[ProcessWorker]):
         if awaited is not None:
             awaited.inbox.grant(self._room(), wanted=True)
             return
-        is_coming, count = False, len(self.workers)
+        # Other packets may have ended the wait for the item that was wanted before.
+        is_coming = any(worker.inbox.is_coming for worker in self.workers)
+        count = len(self.workers)
         for index in range(self._allowed + 1, self._allowed + 1 + count):
             worker = self.workers[index % count]
             now = worker.inbox.is_asking and not is_coming
