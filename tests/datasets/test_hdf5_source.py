@@ -609,6 +609,41 @@ def test_tables_with_texts_are_read_by_several_threads(tmp_path):
     assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
 
 
+BESIDE = """
+import sys, h5py, numpy as np
+from enqueuer.datasets.hdf5 import HDF5Source
+
+path = sys.argv[1]
+table = np.dtype([("name", h5py.string_dtype()), ("value", "f8")])
+with h5py.File(path, "w") as file:
+    file.create_dataset("x", data=np.array([(f"row {row}", row) for row in range(9)], table))
+for run in range(20):
+    theirs, ours = (lambda: h5py.File(path)["x"]), (lambda: HDF5Source(path, "x"))
+    closed, other = (one() for one in ((theirs, ours) if run % 2 else (ours, theirs)))
+    closed[0], other[0]
+    (closed.file if run % 2 else closed).close()
+    for _ in range(3):
+        h5py.File(path).close()
+    assert other[3]["name"] == b"row 3", other[3:9]
+    (other if run % 2 else other.file).close()
+"""
+
+
+def test_the_program_may_open_and_close_the_file_of_a_table_with_texts(tmp_path):
+    command = [sys.executable, "-c", BESIDE, str(tmp_path / "a.h5")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_file_that_the_program_may_still_write_is_read(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"] = np.arange(20)
+        file.flush()
+        source = HDF5Source(tmp_path / "a.h5", "x")
+        assert source[7:9].tolist() == [7, 8]
+        source.close()
+
+
 @pytest.fixture(params=["text", "number", "nested", "array"])
 def unsorted(request, tmp_path):
     """A file of 500 rows; the members of its table are not in the order in which they lie."""

@@ -7,7 +7,8 @@
 
 All other modules open files by this one. A process has one handle of a file, whose users are
 counted. With several, HDF5 keeps a pointer to the one by which a dataset was opened first. After
-that is closed, reading texts or ragged members of a table by another handle is a SIGSEGV.
+that is closed, reading texts or ragged members of a table by another handle is a SIGSEGV. Handles
+of another driver have nothing in common with ours, so the program may open and close its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from enqueuer.common.extras import framework
 from enqueuer.errors import DataFileError
 
 h5py = framework("h5py", "hdf5", "3.7", user="enqueuer.datasets.hdf5")
+# It reads as the default driver does; without flags it writes no log.
+_DRIVER = "enqueuer"
+h5py.register_driver(_DRIVER, lambda options: options.set_fapl_log(b"", 0, 0))
 
 # Size of a chunk: large enough for a disk, small enough for a cache.
 CHUNK_BYTES = 1 << 20
@@ -150,7 +154,12 @@ def acquire(path: str | os.PathLike[str], cache_bytes: int = CACHE_BYTES) -> Sha
                 raise DataFileError(f"{path}: a pipe or a device, and no HDF5 file", str(path))
             key = there.st_dev, there.st_ino
             if key not in _shared:
-                _shared[key] = SharedFile(key, h5py.File(path, "r", rdcc_nbytes=cache_bytes))
+                try:
+                    file = h5py.File(path, "r", driver=_DRIVER, rdcc_nbytes=cache_bytes)
+                except OSError:
+                    # It is locked if the program has it open for writing; that can be shared.
+                    file = h5py.File(path, "r", rdcc_nbytes=cache_bytes)
+                _shared[key] = SharedFile(key, file)
             _shared[key].users += 1
             return _shared[key]
     finally:
