@@ -43,7 +43,8 @@ _FEW = 5
 _MAX_WATCHED = 200
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 # Our DataLoader leaves the seeds to `worker_init_fn`; all iterators of Hugging Face begin alike.
-_UNSEEN = ("enqueuer.adapters.", "enqueuer.monitoring.", "datasets.")
+# HDF5Source opens its files anew in each process.
+_UNSEEN = ("enqueuer.adapters.", "enqueuer.datasets.hdf5.", "enqueuer.monitoring.", "datasets.")
 
 Step = tuple[str, object]
 

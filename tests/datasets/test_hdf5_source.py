@@ -20,6 +20,7 @@ from enqueuer import (  # noqa: E402
     DataFileError,
     GeneratorEnqueuer,
     OrderedEnqueuer,
+    Processes,
     Shard,
     StateMismatch,
     cli,
@@ -545,6 +546,23 @@ def test_a_handle_is_never_carried_to_another_process(simple):
         end.close()
 
 
+def test_a_source_that_is_open_here_is_no_shared_file_of_forked_workers(simple, recwarn):
+    class Mine(HDF5Source):
+        pass
+
+    source = Mine(simple, "data")
+    assert source[1] == 1
+    backend = Processes(start_method="fork")
+    for enqueuer in (
+        GeneratorEnqueuer(source, workers=2, backend=backend),
+        OrderedEnqueuer(source, workers=2, backend=backend),
+    ):
+        with enqueuer:
+            assert sum(map(np.size, enqueuer)) == 60
+    source.close()
+    assert [str(warning.message) for warning in recwarn if "share" in str(warning.message)] == []
+
+
 def test_workers_look_for_filters_where_the_program_does(simple):
     folder, folders = os.fsencode(simple.parent), h5py.h5pl.size()
     h5py.h5pl.append(folder)
@@ -752,6 +770,29 @@ def test_an_odd_dataset_does_not_hide_the_others(tmp_path, add, what, says):
         assert columns[1].dtype.startswith("unreadable: its type")
         with pytest.raises(DataFileError, match="name those that you want with keys="):
             HDF5Source(path)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        h5py.ref_dtype,
+        h5py.regionref_dtype,
+        h5py.vlen_dtype(h5py.ref_dtype),
+        np.dtype([("value", "f8"), ("odd", h5py.ref_dtype, 3)]),
+    ],
+    ids=["object", "region", "ragged", "field"],
+)
+def test_references_are_refused_by_the_name_of_their_dataset(tmp_path, dtype):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(20)
+        file.create_dataset("odd", (20,), dtype)
+    says = r"a\.h5: 'odd' cannot be read: .*\(references; read what they refer to by its own name\)"
+    for keys in (None, "odd"):
+        with pytest.raises(DataFileError, match=says):
+            HDF5Source(path, keys)
+    assert HDF5Source(path, "x")[3] == 3
+    assert describe(path)[1].dtype.startswith("unreadable: ")
 
 
 @pytest.mark.parametrize("group", ["", "group"])

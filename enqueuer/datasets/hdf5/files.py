@@ -331,9 +331,14 @@ def by_offset(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype with the fields in the order in which they lie in memory.
 
     HDF5 sorts the members of a compound type at any time, so their order means nothing.
+
+    Raises:
+        TypeError: There are references among them, which mean nothing without the open file.
     """
     if dtype.subdtype is not None:
         return np.dtype((by_offset(dtype.subdtype[0]), dtype.subdtype[1]))
+    if h5py.check_ref_dtype(dtype):
+        raise TypeError("references; read what they refer to by its own name")
     if dtype.fields is None:
         return dtype
     fields = sorted(dtype.fields.items(), key=lambda field: field[1][1])
