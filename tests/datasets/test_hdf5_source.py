@@ -449,6 +449,48 @@ def test_several_files_must_be_alike(tmp_path):
         HDF5Source([])
 
 
+@pytest.mark.parametrize("chunks", [None, (2, 7, 1)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_may_lie_along_any_axis(tmp_path, backend, chunks, shuffle):
+    rows = np.arange(20)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        values = rows[:, None] + np.arange(3)[:, None, None] * 100 + np.arange(2) * 1000
+        file.create_dataset("x", data=values, chunks=chunks)
+        file["text"] = np.array([[f"{name}{row}" for row in rows] for name in "ab"], object)
+        file["y"] = rows
+    axes = {"x": 1, "text": -1}
+    options = dict(batch_size=6, shuffle=shuffle, window=7, axis=axes)
+    source = HDF5Source([tmp_path / "a.h5"] * 2, ("x", "text", "y"), **options)
+    assert len(source) == 40
+    for x, text, y in [source[3:33:7], source[25:24], *GeneratorEnqueuer(source, **backend)]:
+        assert x.shape == (len(y), 3, 2)
+        assert (x[:, 2, 1] - 1200).tolist() == y.tolist()
+        assert text.tolist() == [[f"a{row}", f"b{row}"] for row in y]
+    assert source[-1][0].tolist() == [[19, 1019], [119, 1119], [219, 1219]]
+    source.close()
+    last = HDF5Source(tmp_path / "a.h5", "x", axis=-1)
+    assert last[1].tolist() == values[:, :, 1].tolist()
+    assert fingerprint_of(last) != fingerprint_of(HDF5Source(tmp_path / "a.h5", "x", axis=1))
+    last.close()
+
+
+def test_an_axis_that_is_not_there_is_refused(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["x"], file["one"] = np.zeros((3, 20)), 1
+    with pytest.raises(DataFileError, match=r"a\.h5: 'x' of shape \(3, 20\) has no axis 2"):
+        HDF5Source(tmp_path / "a.h5", axis=2)
+    with pytest.raises(ValueError, match=r"axis is for \['X'\], but the keys are \['x'\]"):
+        HDF5Source(tmp_path / "a.h5", axis={"X": 1})
+    assert len(HDF5Source(tmp_path / "a.h5", axis=-1)) == 20
+
+
+def test_a_packed_file_may_be_read_along_another_axis(tmp_path):
+    pack(lambda shard: iter([np.arange(12).reshape(4, 3)]), tmp_path / "a.h5", shards=3)
+    source = HDF5Source(tmp_path / "a.h5", "data", axis=1)
+    assert source[2].tolist() == [2, 5, 8, 11] * 3
+    source.close()
+
+
 def test_text_that_says_it_is_ascii_may_be_utf8(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("x", data=["é".encode(), b"e"], dtype=h5py.string_dtype("ascii"))

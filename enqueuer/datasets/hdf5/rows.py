@@ -51,6 +51,7 @@ class StoredDataset(NamedTuple):
         chunk: Number of rows in a chunk; 0 if it is stored in one piece.
         compression: Compression, or None.
         size: Size in the file, in bytes.
+        axis: Axis of the rows.
     """
 
     path: str
@@ -58,6 +59,7 @@ class StoredDataset(NamedTuple):
     chunk: int
     compression: str | None
     size: int
+    axis: int
 
 
 class Stretch(NamedTuple):
@@ -76,6 +78,7 @@ class Stretch(NamedTuple):
 
 # Rows of a dataset: the first, and the one behind the last, are counted in its file.
 Part: TypeAlias = tuple[StoredDataset, int, int]
+Axis: TypeAlias = int | Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class ColumnLayout:
     """One dataset of a file, and where its rows lie.
 
     Attributes:
-        shape: Its shape; the first number is that of the rows.
+        shape: Its shape with the axis of the rows in front.
         kind: Name of its dtype, as `kind_of` has it.
         dtype: Dtype of an array of its rows.
         is_virtual: Whether its rows lie in other files.
@@ -132,6 +135,7 @@ class Layout:
         path: Path of the file.
         names: Names of the datasets; None: all.
         allow_outside: Whether rows may lie in files outside of its folder.
+        axis: Axis of the rows; or those of some datasets, by name, for which it is not the first.
 
     Attributes:
         path: Path of the file.
@@ -145,19 +149,24 @@ class Layout:
     """
 
     def __init__(
-        self, path: str, names: Sequence[str] | None = None, allow_outside: bool = True
+        self,
+        path: str,
+        names: Sequence[str] | None = None,
+        allow_outside: bool = True,
+        axis: Axis = 0,
     ) -> None:
         self.path = path
         self.columns: dict[str, ColumnLayout] = {}
         self.unreadable: dict[str, str] = {}
         self._allow_outside = allow_outside
+        self._axis = axis
         # None is open once the layout is made.
         self._files = OpenFiles()
         with contextlib.closing(self._files), files.opened(path) as file, guarded(path):
             self.stamps = {path: _stamp(path)}
             for name, dataset in _datasets(path, file, names):
                 try:
-                    self.columns[name] = self._column(dataset, file)
+                    self.columns[name] = self._column(name, dataset, file)
                 except DataFileError:
                     raise
                 except Exception as error:
@@ -171,7 +180,7 @@ class Layout:
             f"{name!r} cannot be read: {reason}" for name, reason in self.unreadable.items()
         )
 
-    def _column(self, dataset: Any, file: Any) -> ColumnLayout:
+    def _column(self, name: str, dataset: Any, file: Any) -> ColumnLayout:
         """Return the facts about a dataset, or raise the error of a damaged one."""
         if isinstance(dataset, Exception):
             raise dataset
@@ -179,9 +188,17 @@ class Layout:
         if kind == "text":
             # h5py's text has metadata, of which numpy warns when it saves a batch.
             dtype = np.dtype(object)
-        shape = tuple(map(int, dataset.shape or ()))
-        stretches = self._stretches(dataset, file, self.path)
-        return ColumnLayout(shape, kind, dtype, bool(dataset.is_virtual), stretches)
+        shape = list(map(int, dataset.shape or ()))
+        axis = self._axis.get(name, 0) if isinstance(self._axis, Mapping) else self._axis
+        if shape and axis not in range(-len(shape), len(shape)):
+            raise DataFileError(
+                f"{self.path}: {name!r} of shape {tuple(shape)} has no axis {axis!r}", self.path
+            )
+        axis %= max(1, len(shape))
+        stretches = self._stretches(dataset, file, self.path, axis)
+        # The axis of the rows comes first.
+        shape[: axis + 1] = shape[axis : axis + 1] + shape[:axis]
+        return ColumnLayout(tuple(shape), kind, dtype, bool(dataset.is_virtual), stretches)
 
     def _is_outside(self, path: str) -> bool:
         """Return whether a file does not lie in the folder of the whole."""
@@ -217,14 +234,14 @@ class Layout:
             )
         self.stamps.setdefault(path, _stamp(path))
 
-    def _stretches(self, dataset: Any, file: Any, path: str) -> list[Stretch]:
+    def _stretches(self, dataset: Any, file: Any, path: str, axis: int = 0) -> list[Stretch]:
         """Return the stretches of a dataset, found in an open file of this path."""
         # A link may lead to another file. The name in a handle is the one of its first reader.
         if dataset.file.filename != file.filename:
             path = dataset.file.filename
         self._inspect(path)
         if dataset.is_virtual:
-            if (parts := self._parts(dataset, path)) is not None:
+            if (parts := self._parts(dataset, path)) is not None and not axis:
                 return parts
             if not self._allow_outside:
                 raise DataFileError(
@@ -235,11 +252,11 @@ class Layout:
                 )
         for raw, _, _ in dataset.external or ():
             self._inspect_raw(dataset, path, raw)
-        chunk = dataset.chunks[0] if dataset.chunks else 0
-        rows = len(dataset) if dataset.shape else 0
+        chunk = dataset.chunks[axis] if dataset.chunks else 0
+        rows = dataset.shape[axis] if dataset.shape else 0
         size = int(dataset.id.get_storage_size())
         name = files.name_of(dataset)
-        stored = StoredDataset(path, name, chunk, files.compression_of(dataset), size)
+        stored = StoredDataset(path, name, chunk, files.compression_of(dataset), size, axis)
         return [Stretch(0, rows, stored)] if rows else []
 
     def _parts(self, dataset: Any, whole: str) -> list[Stretch] | None:
@@ -514,7 +531,10 @@ class RowReader:
             dataset = None
             try:
                 dataset, view = self._opened(at)
-                if into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
+                if at.axis:
+                    found = view[(*np.s_[:,] * at.axis, np.s_[low:high:step])]
+                    files.assign(into, np.moveaxis(found, at.axis, 0))
+                elif into.nbytes < _DIRECT_BYTES or not _is_plain(dataset.dtype):
                     files.assign(into, view[low:high:step])
                 else:
                     dataset.read_direct(into, np.s_[low:high:step])

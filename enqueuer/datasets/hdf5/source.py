@@ -29,7 +29,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
-from enqueuer.datasets.hdf5.rows import ColumnLayout, Layout, RowReader, joined
+from enqueuer.datasets.hdf5.rows import Axis, ColumnLayout, Layout, RowReader, joined
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.order.position import fingerprint_of, shortened
@@ -49,6 +49,7 @@ class HDF5Options(TypedDict, total=False):
     shuffle: bool
     window: int | None
     rows: slice | None
+    axis: Axis
     drop_last: bool
     allow_outside: bool
 
@@ -118,6 +119,8 @@ class HDF5Source(Generic[Batch]):
             size of their files.
         rows: A slice of the rows, with step 1, as if the file had only these: one file for
             training and validation. None, the default: all.
+        axis: Axis of a dataset along which its rows lie; 0 by default. Or a dict of those that are
+            another one, such as `{"x": -1}` for images of MATLAB. In a batch, rows come first.
         drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
             not every shard has; False by default.
         allow_outside: Whether rows may be read from files that are not in the folder of the file:
@@ -191,14 +194,18 @@ class HDF5Source(Generic[Batch]):
         shuffle: bool = False,
         window: int | None = None,
         rows: slice | None = None,
+        axis: Axis = 0,
         drop_last: bool = False,
         allow_outside: bool = True,
     ) -> None:
         paths = _absolute(path)
         self._path = paths[0] if len(paths) == 1 else paths
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._layout, self._columns = _layout_of(paths, _names(keys), bool(allow_outside))
+        self._layout, self._columns = _layout_of(paths, _names(keys), bool(allow_outside), axis)
         self._names = tuple(self._columns)
+        axes = axis if isinstance(axis, Mapping) else dict.fromkeys(self._names, axis)
+        if unknown := sorted(axes.keys() - self._names):
+            raise ValueError(f"axis is for {unknown}, but the keys are {list(self._names)}")
         self._first, self._stop = _bounds(rows, self._columns[self._names[0]].shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
@@ -215,6 +222,7 @@ class HDF5Source(Generic[Batch]):
             "window": self._window,
             "chunks": len(self._edges) - 1 if shuffle else 0,
             **({"order": _ORDER} if shuffle else {}),
+            **{f"axis of {name}": at for name, at in axes.items() if at},
         }
         # An interrupted `pack` of this source is resumed only if all plain attributes have the same
         # names and values.
@@ -407,10 +415,10 @@ def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
 
 
 def _layout_of(
-    paths: Sequence[str], names: Sequence[str] | None, allow_outside: bool
+    paths: Sequence[str], names: Sequence[str] | None, allow_outside: bool, axis: Axis
 ) -> tuple[Layout, dict[str, ColumnLayout]]:
     """Return the layout of the first file, with the stamps of all, and the datasets of all."""
-    layouts = [Layout(path, names, allow_outside) for path in paths]
+    layouts = [Layout(path, names, allow_outside, axis) for path in paths]
     columns = joined([(layout.path, _together(layout, names is not None)) for layout in layouts])
     for layout in layouts:
         layouts[0].stamps.update(layout.stamps)
