@@ -3,8 +3,9 @@
     python benchmarks/real_files.py                     those of the installed packages
     python benchmarks/real_files.py --sample 200 ~/pictures ~/sounds
 
-Each image must have the pixels of Pillow, each sound the samples of soundfile, and each array the
-values of numpy; or an error of one line with the path. The exit code says whether all have.
+Each image must have the pixels of Pillow, each sound the samples of soundfile, each array the
+values of numpy, and each dataset of HDF5 those of h5py; or an error of one line with the path.
+The exit code says whether all have.
 """
 
 import argparse
@@ -25,6 +26,7 @@ IMAGES = (
 )
 IMAGES += "tif tiff webp xbm xpm"
 SOUNDS = "aif aiff au caf flac mp3 ogg opus w64 wav"
+HDF5 = "h5 h5ad hdf hdf5 he5 loom mat nc nxs"
 
 
 def image(path):
@@ -41,9 +43,56 @@ def image(path):
     return "RGB", np.asarray(turned.convert("RGB"))
 
 
+def are_datasets_same(path):
+    """Return whether the datasets of a file have the values of h5py, or an error that is clear."""
+    import h5py
+
+    from enqueuer.datasets.hdf5 import HDF5Source, describe
+
+    for column in describe(path):
+        if not column.shape:  # a single value, or one that cannot be read
+            continue
+        source = None
+        try:
+            source = HDF5Source(path, column.name)
+            found = source[:]
+        except DataFileError as error:
+            if not is_clear(error, path):
+                raise RuntimeError(f"not clear: {error}") from error
+            continue
+        finally:
+            if source is not None:
+                source.close()
+        with h5py.File(path) as file:
+            dataset = file[column.name.encode("utf-8", "surrogateescape")]
+            expected = (dataset.asstr() if column.dtype == "text" else dataset)[()]
+        if not is_equal(found, expected):
+            return False
+    return True
+
+
+def is_equal(found, expected):
+    """Return whether two arrays have the same values, bit by bit; fields go by their names."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    if names := expected.dtype.names:
+        return all(is_equal(found[name], expected[name]) for name in names)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if expected.dtype == object:
+        return all(map(is_equal, found.flat, expected.flat))
+    return found.tobytes() == expected.tobytes()
+
+
+def is_clear(error, path):
+    """Return whether the text of an error is one line with the path."""
+    return path in str(error) and "\n" not in str(error)
+
+
 def is_same(path):
     """Return whether a file is loaded as its library does; raise what that raises."""
     ending = path.rpartition(".")[2].lower()
+    if ending in HDF5.split():
+        return are_datasets_same(path)
     if ending in SOUNDS.split():
         import soundfile
 
@@ -63,10 +112,12 @@ def result_of(path):
     try:
         return "the same values" if is_same(path) else "OTHER VALUES"
     except DataFileError as error:
-        clear = path in str(error) and "\n" not in str(error)
+        clear = is_clear(error, path)
         return f"an error, {error.__cause__!r}" if clear else f"AN ERROR THAT IS NOT CLEAR: {error}"
     except Exception as error:
         reason = error
+    if path.rpartition(".")[2].lower() in HDF5.split():
+        return f"ANOTHER ERROR: {reason!r}"
     load = load_array if path.endswith((".npy", ".npz")) else load_image
     load = load_audio if path.rpartition(".")[2].lower() in SOUNDS.split() else load
     try:
@@ -88,7 +139,7 @@ def main():
         for folder, _, names in os.walk(top):
             for name in names:
                 ending = name.rpartition(".")[2].lower()
-                if ending in [*IMAGES.split(), *SOUNDS.split(), "npy", "npz"]:
+                if ending in f"{IMAGES} {SOUNDS} {HDF5} npy npz".split():
                     found[ending].append(os.path.join(folder, name))
     failed = False
     for ending, paths in sorted(found.items()):

@@ -360,8 +360,15 @@ def test_the_order_is_measured():
 
 
 def test_real_files_are_compared_with_the_library_of_each(tmp_path):
-    needs_installed("PIL", "soundfile")
+    needs_installed("PIL", "soundfile", "h5py")
+    import h5py
+
     np.save(tmp_path / "a.npy", np.arange(3))
+    table = np.dtype([("name", h5py.string_dtype()), ("rows", h5py.vlen_dtype("i4")), ("x", "f4")])
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["texts"], file["odd"] = ["a", "b"], [file.ref]
+        file.create_dataset("table", (3,), table)[1] = ("c", np.arange(3), np.nan)
+    (tmp_path / "b.h5").write_bytes(b"1 2 3")
     (tmp_path / "b.npy").write_bytes(b"1 2 3")
     (tmp_path / "a.pgm").write_bytes(b"P5 2 1 255 Az")
     (tmp_path / "b.pgm").write_bytes(b"P5 2 1 255 A")
@@ -372,8 +379,11 @@ def test_real_files_are_compared_with_the_library_of_each(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     each = "1 x the same values, 1 x an error in both"
     assert sorted(re.sub(" +", " ", done.stdout).splitlines()) == [
-        f"npy {each}", f"pgm {each}", "wav 1 x the same values"
-    ]  # fmt: skip
+        "h5 1 x the same values, 1 x an error",
+        f"npy {each}",
+        f"pgm {each}",
+        "wav 1 x the same values",
+    ]
 
 
 def test_decoders_are_measured(tmp_path):
