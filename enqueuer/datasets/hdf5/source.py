@@ -203,9 +203,6 @@ class HDF5Source(Generic[Batch]):
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
         self._layout, self._columns = _layout_of(paths, _names(keys), bool(allow_outside), axis)
         self._names = tuple(self._columns)
-        axes = axis if isinstance(axis, Mapping) else dict.fromkeys(self._names, axis)
-        if unknown := sorted(axes.keys() - self._names):
-            raise ValueError(f"axis is for {unknown}, but the keys are {list(self._names)}")
         self._first, self._stop = _bounds(rows, self._columns[self._names[0]].shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
@@ -222,7 +219,7 @@ class HDF5Source(Generic[Batch]):
             "window": self._window,
             "chunks": len(self._edges) - 1 if shuffle else 0,
             **({"order": _ORDER} if shuffle else {}),
-            **{f"axis of {name}": at for name, at in axes.items() if at},
+            **_axes(axis, self._names),
         }
         # An interrupted `pack` of this source is resumed only if all plain attributes have the same
         # names and values.
@@ -401,6 +398,14 @@ def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if len(set(names)) < len(names):
         raise ValueError(f"keys must differ, got {keys!r}")
     return names
+
+
+def _axes(axis: Axis, names: Sequence[str]) -> dict[str, int]:
+    """Return the axes that are not the first, as values on which a position depends."""
+    axes = axis if isinstance(axis, Mapping) else dict.fromkeys(names, axis)
+    if unknown := sorted(axes.keys() - names):
+        raise ValueError(f"axis is for {unknown}, but the keys are {list(names)}")
+    return {f"axis of {name}": at for name, at in axes.items() if at}
 
 
 def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
