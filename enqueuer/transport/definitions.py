@@ -520,14 +520,16 @@ def is_picklable(value: object) -> bool:
 
 def _is_found(module: ModuleType) -> bool:
     """Return whether a fresh interpreter with this one's path finds a module where it is."""
-    name = module.__name__
+    name, spec = module.__name__, getattr(module, "__spec__", None)
+    if getattr(spec, "origin", None) == "built-in":
+        # `_io` calls itself `io`.
+        return True
     if name in _MAIN or sys.modules.get(name) is not module:
         return False
     file = getattr(module, "__file__", None)
     parent, _, last = name.rpartition(".")
     if file is None:
         # Part of Python, a folder without a file, or made by the package that it belongs to.
-        spec = getattr(module, "__spec__", None)
         return spec is not None or bool(parent)
     if parent and parent in sys.modules:
         if not _is_found(sys.modules[parent]):

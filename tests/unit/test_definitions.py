@@ -111,6 +111,13 @@ def test_a_local_of_threads_keeps_what_this_one_has():
     assert pickle.loads(dumps(value)).number == 3
 
 
+@pytest.mark.parametrize("kind", [io.BytesIO, io.StringIO])
+def test_a_class_of_the_interpreter_goes_by_its_name(kind):
+    # Its module `_io` calls itself `io`, which is another one.
+    assert pickle.loads(dumps(kind, {})) is kind
+    assert len(dumps(kind, {})) < 100
+
+
 def test_code_keeps_the_name_of_its_file():
     function = _copy(lambda: 1)
     assert function.__code__.co_filename == __file__
