@@ -110,13 +110,27 @@ _MODULES = {
     "replay": "enqueuers.failures",
 }
 
+# Public names of other modules, for the error of one that is looked for here.
+_ELSEWHERE = {
+    "adapters.cuda": "CudaDataLoader",
+    "adapters.jax": "JaxLoader",
+    "adapters.keras": "EnqueuerDataset",
+    "adapters.tensorflow": "as_dataset",
+    "adapters.torch": "DataLoader TorchLoader EnqueuerIterableDataset EnqueuerMapDataset",
+    "datasets.arrays": "ArraySource",
+    "datasets.files": "find_files image_folder load_audio load_image read_list",
+    "datasets.hdf5": "HDF5Source describe pack",
+}
+
 # Type checkers see the imports above; with this function they would accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import a public name that is used for the first time."""
         if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            places = [place for place, names in _ELSEWHERE.items() if name in names.split()]
+            use = "".join(f"; use: from enqueuer.{place} import {name}" for place in places)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{use}")
         value = getattr(importlib.import_module(f"enqueuer.{_MODULES[name]}"), name)
         globals()[name] = value
         return value

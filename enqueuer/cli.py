@@ -135,9 +135,10 @@ def _demo(options: argparse.Namespace) -> int:
     times = {f"with {workers}:": found.enqueued, "without workers:": found.serial}
     for title, time in times.items():
         print(f"{title:<36}{time.total:6.2f} s, of which {time.training:.2f} s in training steps")
-    print(f"{found.serial.total / found.enqueued.total:.2f} times as fast with workers")
     print("both trainings ended with the same weights, bit for bit")
-    if load > cpus:
+    if load <= cpus:
+        print(f"{found.serial.total / found.enqueued.total:.2f} times as fast with workers")
+    else:
         print(
             f"NOTE: other programs used the {cpus:g} CPUs, with a load of {load:.0f} at first, "
             "so the times mean little: run it again on an idle machine"
@@ -169,7 +170,7 @@ def _add_pack(commands: Commands) -> None:
 
 
 def _pack(options: argparse.Namespace) -> int:
-    """Run a generator function in parallel and write its batches to an HDF5 file.
+    """Run a generator function on workers, and write its batches to an HDF5 file.
 
     The file appears when it is complete.
 
@@ -368,7 +369,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: From argparse, after `--help`, `--version` or wrong arguments.
     """
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     # So that `with` blocks remove temporary files and workers. Only the main thread can set
     # handlers.
     is_main = threading.current_thread() is threading.main_thread()
@@ -412,9 +417,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run any Python generator ahead of the loop that consumes it.",
     )
     parser.add_argument("--version", action="version", version=f"enqueuer {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=Command
-    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Command)
     for add in (_add_demo, _add_pack, _add_inspect):
         add(commands)
     return parser

@@ -27,6 +27,10 @@ _SEED = ("random_seed=...",)
 _QUEUE = ("prefetch_factor=...", "max_queue_size=...")
 _MAP = ("map=...", "map=... to OrderedEnqueuer, or do that in the generator")
 _COLLATE = ("collate_fn=...", "collate=...")
+_SAMPLER = (
+    "shuffle=True, or the elements in the sampler's order",
+    "shuffle=True to OrderedEnqueuer, or the elements in the sampler's order",
+)
 # Options of earlier versions and of peers, and those to give now: the first that there is, or else
 # the last one, to the enqueuer.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -58,9 +62,12 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "pin_memory": ("pin_memory=... to TorchLoader, or use CudaDataLoader",),
     "pickle_safe": ("use_multiprocessing=True",),
-    "replay_order": ("nothing: ordered=True repeats the order",),
-    "wait_time": ("nothing: no thread polls",),
-    "persistent_workers": ("nothing: the workers stay from start() to stop()",),
+    **dict.fromkeys(("sampler", "batch_sampler"), _SAMPLER),
+    "dataset": ("sequence=...", "the dataset to OrderedEnqueuer"),
+    "worker_init_fn": ("initializer=...", "backend=Processes(initializer=...)"),
+    "replay_order": ("nothing to replace it: the order repeats by default",),
+    "wait_time": ("nothing to replace it: no thread polls",),
+    "persistent_workers": ("nothing to replace it: the workers stay until stop()",),
 }
 
 
@@ -86,7 +93,7 @@ def _no_option(made: Callable[..., Any], name: str) -> TypeError:
     here = [text for text in peers if text.partition("=")[0] in options]
     close = [f"{match}=..." for match in difflib.get_close_matches(name, options, 1)]
     # Another class may take what this one does not.
-    others = [f"{text}, to the enqueuer" if "=" in text else text for text in peers[-1:]]
+    others = [text if " to " in text else f"{text}, to the enqueuer" for text in peers[-1:]]
     instead = "".join(f"give {text}; " for text in [*here, *close, *others][:1])
     return TypeError(
         f"there is no option {name!r}; {instead}the options of {made.__name__} are "

@@ -320,6 +320,9 @@ class EpochReader:
         self.work.end()
         if not self.taken:
             self._warn_of_nothing()
+        first_items = self.work.first_items
+        if first_items is not None and (twins := first_items.ended()):
+            _warn_of_twins(*twins, first_items.takes_shard)
         self.is_over = True
 
     def _wait(self, backend: Backend, until: float | None) -> Failure | None:

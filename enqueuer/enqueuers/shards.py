@@ -14,7 +14,7 @@ from enqueuer.common.text import warn
 from enqueuer.enqueuers.failures import Origin, item_of
 from enqueuer.enqueuers.options import Options, Seed
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Workload
+from enqueuer.enqueuers.workload import EpochWork, Workload, warn_if_shared
 from enqueuer.errors import DuplicateDataWarning, InvalidState
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
@@ -209,6 +209,8 @@ class ShardWorkload(Workload):
             self._shards = self.all_shards
 
     def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> ShardEpoch:
+        if isinstance(self.source, LiveSource):
+            warn_if_shared(run, self.source.iterable)
         first_items = None
         is_comparable = isinstance(self.source, FunctionSource) and self.shard_count > 1
         if is_comparable and not self._is_compared and epoch.starts is None:

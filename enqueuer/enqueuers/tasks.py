@@ -21,7 +21,7 @@ from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Auto, Concurrency, Options, Seed
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Workload
+from enqueuer.enqueuers.workload import EpochWork, Workload, warn_if_shared
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.sequence import TaskOrder
@@ -380,7 +380,10 @@ class TaskEpoch(EpochWork):
         task = f"task {number}" if epoch == self._epoch else f"task {number} of epoch {epoch}"
         if failure.shard < 0:
             return f"while the elements of {task} were read"
-        return f"in {failure.worker}, {task}, {self._what(failure)}"
+        place = f"in {failure.worker}, {task}, {self._what(failure)}"
+        if isinstance(failure.error, IndexError) and failure.shard >= self._source.length:
+            place += f". The sequence has become shorter meanwhile ({self._source.length} elements)"
+        return place
 
     def _ran(self, failure: Failure) -> list[int]:
         """Return the elements that a worker that died was running, as far as that is known."""
@@ -500,6 +503,7 @@ class TaskWorkload(Workload):
     def begin(self, run: Run, epoch: Epoch, before: EpochWork | None) -> TaskEpoch:
         assert before is None or isinstance(before, TaskEpoch)
         length = self._saved_length if before is None and epoch.starts is not None else None
+        warn_if_shared(run, self.source.items)
         if epoch.division is not None:
             self._resumed = epoch.number, epoch.division
         elif self._resumed is not None and self._resumed[0] == epoch.number:

@@ -7,14 +7,17 @@ an `EpochWork`, whose order knows how far the epoch has come.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from enqueuer.backends.engine import Backend
 from enqueuer.backends.job import Job, RayOptions
+from enqueuer.common.text import warn
 from enqueuer.enqueuers.failures import Origin
 from enqueuer.enqueuers.options import Options, Processes, Ray, Seed
-from enqueuer.enqueuers.run import Run
+from enqueuer.enqueuers.run import Run, State
+from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring import usage
 from enqueuer.monitoring.duplicates import FirstItems
 from enqueuer.monitoring.stats import Stats
@@ -228,3 +231,22 @@ class Workload(Protocol):
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that make an enqueuer like this one."""
+
+
+# The run that reads an iterator, by the iterator's id: a run keeps its iterator alive.
+_READERS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+
+
+def warn_if_shared(run: Run, items: object) -> None:
+    """Warn if these are an iterator that another run reads as well, and keep who reads it."""
+    if not isinstance(items, Iterator):
+        return
+    other = _READERS.get(id(items))
+    if other is not None and other is not run and other.state is State.RUNNING:
+        warn(
+            "another enqueuer, which still runs, reads the same iterator, so each gets only a part "
+            "of the batches (or a copy, in processes); stop() that one first, or give each an "
+            "iterator of its own or the generator function",
+            EnqueuerWarning,
+        )
+    _READERS[id(items)] = run

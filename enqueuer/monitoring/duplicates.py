@@ -8,7 +8,8 @@ the shard, they must have 1 KiB, as its shards may begin with the same lines or 
 sensor. The items must be alike between shards and differ within each shard. So a common header
 does not count as a copy, nor does a stream that repeats one batch, as in a benchmark. Shorter
 beginnings are not compared, as they may be alike by chance, but for integers and texts, such as
-indices and paths, of which the first 16 all differ from each other.
+indices and paths, of which the first 16 all differ from each other, and for shards that end after
+at least four items, which all differ.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from enqueuer.common.objects import attributes_of, is_in_memory
 # Items of each shard that are compared.
 _LEAST_ITEMS = 2
 _MAX_ITEMS = 16
+# Items of a shard that had no more; all of them differ.
+_LEAST_OF_ENDED = 4
 # Bytes of the items of a shard together, if the function takes no shard; and if it takes one.
 _LEAST_BYTES = 128
 _LEAST_BYTES_OF_SHARDS = 1024
@@ -86,6 +89,16 @@ class FirstItems:
                 twin = self._shards.setdefault(tuple(beginning.digests), shard)
         self.done = twin != shard or not self._remaining or not self._budget
         return None if twin == shard else (twin, shard)
+
+    def ended(self) -> tuple[int, int] | None:
+        """Return two shards that have ended and were alike, though short; None if none were."""
+        shards: dict[tuple[int, ...], int] = {}
+        for shard, beginning in self._beginnings.items():
+            items = tuple(beginning.digests)
+            is_sure = not beginning.is_known and len(items) == len(set(items)) >= _LEAST_OF_ENDED
+            if is_sure and (twin := shards.setdefault(items, shard)) != shard:
+                return twin, shard
+        return None
 
 
 class _Beginning:

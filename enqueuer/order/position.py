@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from enqueuer.common import checks
+from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.order.messages import Epoch, Start
 
@@ -224,6 +225,12 @@ def check_format(state: State, kind: str | None = None) -> Epoch:
         raise StateMismatch(
             "the state is empty: give what state_dict() returned, or do not call load_state_dict() "
             "to begin with the first batch"
+        )
+    if not isinstance(state, Mapping) or "version" not in state:
+        keys = f" with the keys {[*state][:3]}" if isinstance(state, Mapping) else ""
+        raise StateMismatch(
+            f"this is not the state of an enqueuer but {an(type(state).__name__)}{keys}: give what "
+            "its state_dict() returned, not the state of the model and not the whole checkpoint"
         )
     with checks.reading():
         version = state["version"]

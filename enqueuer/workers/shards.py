@@ -171,6 +171,8 @@ class Shard(Seeded):
             TypeError: `items` is a set or a mapping. The order of a set of strings differs
                 between processes, so that parts would overlap: sort it first.
         """
+        if isinstance(items, int):
+            raise TypeError(f"split() divides items, got {items}: give range({items})")
         if isinstance(items, (Set, Mapping)):
             raise TypeError(
                 f"split() needs items with an order, got {an(type(items).__name__)}; "

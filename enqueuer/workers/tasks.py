@@ -390,6 +390,11 @@ def why_no_elements(items: Any) -> str | None:
     No class of a table is imported: they are known by their methods.
     """
     kind = type(items)
+    if isinstance(items, (str, bytes)):
+        return (
+            f"got the text {reprlib.repr(items)}, of which [i] is one character; pass a list: "
+            "[text], or read_list(path) of enqueuer.datasets.files for the lines of a file"
+        )
     if isinstance(items, Set):
         return f"got {an(kind.__name__)}, which has no order; pass sorted(...) or list(...) of it"
     if (has_labels(items) and items.ndim != 1) or hasattr(kind, "itercolumns"):

@@ -51,7 +51,9 @@ def test_an_enqueuer_that_makes_batches_of_samples_has_a_dataset(kind):
     assert (loader.dataset, loader.batch_size, len(loader)) == (range(10), 4, 3)
 
 
-@pytest.mark.parametrize("make", [lambda: GeneratorEnqueuer(twelve), lambda: OrderedEnqueuer("ab")])
+@pytest.mark.parametrize(
+    "make", [lambda: GeneratorEnqueuer(twelve), lambda: OrderedEnqueuer(list("ab"))]
+)
 def test_an_enqueuer_of_batches_has_no_dataset(kind, make):
     assert found(kind(make())) == ["set_epoch"]
 

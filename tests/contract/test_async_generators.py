@@ -223,7 +223,7 @@ def test_exceptions_that_end_event_loops_are_those_of_their_shard(backend, error
 async def reports(shard):
     for number in range(4):
         shard.report(ValueError(f"before {number} of {shard.index}"), log=False)
-        yield number
+        yield shard.index, number
 
 
 def test_reports_are_counted_before_the_item_that_follows_them(backend):

@@ -202,7 +202,8 @@ def test_a_queue_does_not_keep_its_enqueuer_alive():
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("pickle_safe", "use_multiprocessing=True"), ("wait_time", "nothing")]
+    ("name", "way"),
+    [("pickle_safe", "use_multiprocessing=True"), ("wait_time", "nothing to replace it")],
 )
 def test_names_of_early_versions_of_keras_are_answered(name, way):
     with pytest.raises(TypeError, match=f"no option '{name}'; give {way}"):

@@ -12,6 +12,7 @@ from enqueuer import (
     EnqueuerWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
+    Shard,
     StateMismatch,
     imap,
 )
@@ -78,9 +79,73 @@ def test_shuffle_is_answered_with_what_shuffles():
         GeneratorEnqueuer(numbers, shuffle=True)
 
 
-def test_an_empty_state_is_refused_with_what_to_give():
-    with pytest.raises(StateMismatch, match=r"the state is empty: give what state_dict\(\)"):
-        GeneratorEnqueuer(numbers).load_state_dict({})
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({}, r"the state is empty: give what state_dict\(\)"),
+        ({"layer.weight": 0, "layer.bias": 0}, r"a dict with the keys \['layer.weight', 'layer.b"),
+        ("state.json", "not the state of an enqueuer but a str: give what its state_dict"),
+    ],
+)
+def test_what_is_no_state_is_refused_with_what_to_give(state, says):
+    with pytest.raises(StateMismatch, match=says):
+        GeneratorEnqueuer(numbers).load_state_dict(state)
+
+
+@pytest.mark.parametrize("text", ["train.txt", b"train.txt"])
+def test_a_text_is_no_list_of_elements(text):
+    with pytest.raises(TypeError, match=r"got the text .*train.txt', .* pass a list: \[text\]"):
+        OrderedEnqueuer(text)
+
+
+def test_a_number_is_not_split():
+    with pytest.raises(TypeError, match=r"split\(\) divides items, got 5: give range\(5\)"):
+        Shard().split(5)
+
+
+@pytest.mark.parametrize(
+    "read", [GeneratorEnqueuer, lambda numbers: OrderedEnqueuer(numbers, str)], ids=["all", "map"]
+)
+def test_two_enqueuers_over_one_iterator_are_warned_about(read):
+    shared = iter(range(40))
+    with read(shared) as one:
+        next(one.get())
+        with pytest.warns(EnqueuerWarning, match="another enqueuer.* reads the same iterator"):
+            read(shared).start()
+    # The other one has stopped.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EnqueuerWarning)
+        with read(shared):
+            pass
+
+
+def test_the_error_of_a_list_that_became_shorter_says_so():
+    elements = list(range(30))
+    with pytest.raises(IndexError) as caught:
+        with OrderedEnqueuer(elements, max_queue_size=2) as enqueuer:
+            for _ in enqueuer:
+                del elements[5:]
+    if hasattr(caught.value, "__notes__"):
+        assert "has become shorter meanwhile (5 elements)" in caught.value.__notes__[-1]
+
+
+def few(shard):
+    yield from range(6)
+
+
+@pytest.mark.parametrize("source", [few, lambda: iter("abcdef")])
+def test_few_equal_items_of_shards_are_noticed_at_their_end(source):
+    with GeneratorEnqueuer(source, shards=2) as enqueuer:
+        with pytest.warns(DuplicateDataWarning, match="shards 0 and 1"):
+            list(enqueuer)
+
+
+@pytest.mark.parametrize("source", [lambda: iter("aab"), lambda: iter("aaaabbbb")])
+def test_few_items_that_may_be_equal_by_chance_are_not(source):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with GeneratorEnqueuer(source, shards=2) as enqueuer:
+            list(enqueuer)
 
 
 def test_batches_of_different_shapes_name_the_generator():

@@ -133,7 +133,10 @@ def test_the_package_can_be_imported_without_docstrings():
         ("threads", "give workers=..."),
         ("drop_remainder", "give drop_last=..."),
         ("seed", "give random_seed=..."),
-        ("pin_memory", "give pin_memory=... to TorchLoader"),
+        ("pin_memory", "give pin_memory=... to TorchLoader, or use CudaDataLoader; the options"),
+        ("sampler", "or the elements in the sampler's order; the options"),
+        ("worker_init_fn", "give backend=Processes(initializer=...); the options"),
+        ("persistent_workers", "give nothing to replace it: the workers stay until stop()"),
         ("transform", "give map=..."),
     ],
 )
