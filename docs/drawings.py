@@ -5,6 +5,7 @@ Boxes stand on a grid; an arrow joins two boxes, with words above it or beside i
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -337,7 +338,110 @@ def which_class() -> Drawing:
     return drawing
 
 
+# Milliseconds in which the workers of the picture make a batch, and its loop uses one; batches.
+_MAKING_MS, _USING_MS, _BATCHES = 94, 25, 192
+# Seconds that the picture shows each of its loops, one frame a second.
+_SHOWN_S = 5
+_MONOSPACE = "ui-monospace, Menlo, Consolas, monospace"
+
+
+def progress_bar() -> Drawing:
+    """Draw the progress bar of two loops: the first one follows the advice that the bar gives."""
+    drawing = Drawing(
+        "The progress bar names what the loop waits for, and what to change", 560, 118
+    )
+    drawing.shapes.append(
+        element("rect", x=0, y=0, width=560, height=118, rx=6, fill=BOX, stroke="#999")
+    )
+    frames = [(workers, second) for workers in (2, 4) for second in range(1, _SHOWN_S + 1)]
+    for at, (workers, second) in enumerate(frames):
+        drawing.shapes.append(_frame(workers, second, at, len(frames)))
+    return drawing
+
+
+def _frame(workers: int, second: int, at: int, count: int) -> str:
+    """Return what is shown in one second of the picture."""
+    batch_ms = max(_MAKING_MS / workers, _USING_MS)
+    done = min(_BATCHES, round(1000 * second / batch_ms))
+    seconds, left = round(done * batch_ms / 1000), round((_BATCHES - done) * batch_ms / 1000)
+    waiting = round(100 * (1 - _USING_MS / batch_ms))
+    cause = "source: workers=4" if waiting else "loop"
+    queue, busy = (0, "100 100") if waiting else (9, "94 95 93 94")
+    lines = (
+        f"loader = OrderedEnqueuer(paths, load, workers={workers}, progress=True)",
+        "for batch in loader: train(batch)",
+    )
+    shapes = [text(12, 22 + LINE * i, line, fill="#767676") for i, line in enumerate(lines)]
+    share = done / _BATCHES
+    shapes += [
+        text(12, 70, f"epoch 0: {100 * share:3.0f}%"),
+        element("rect", x=112, y=60, width=140, height=12, fill="#ddd"),
+        element("rect", x=112, y=60, width=140 * share, height=12, fill=INK),
+        text(
+            262,
+            70,
+            f"{done}/{_BATCHES} [00:{seconds:02}<00:{left:02}, {1000 / batch_ms:.1f}batch/s,",
+        ),
+        text(
+            12,
+            70 + LINE,
+            f"waiting {waiting} % ({cause}),",
+            font_weight="bold",
+            fill="#d55e00" if waiting else "#0072b2",
+        ),
+        text(
+            12,
+            70 + 2 * LINE,
+            f"queue {queue}/10, {workers} workers busy {busy} %]",
+        ),
+    ]
+    # What does not move shows the frame with the advice.
+    is_still = at == _SHOWN_S - 1
+    times = [at / count, (at + 1) / count]
+    shapes.append(
+        element(
+            "animate",
+            attributeName="opacity",
+            calcMode="discrete",
+            values="0;1;0" if at else "1;0",
+            keyTimes=";".join(f"{time:g}" for time in ([0.0, *times] if at else times)),
+            dur=f"{count}s",
+            repeatCount="indefinite",
+        )
+    )
+    return element("g", "\n".join(["", *shapes, ""]), opacity=int(is_still), font_family=_MONOSPACE)
+
+
+def badge(label: str, value: str) -> Drawing:
+    """Draw a label and its value, side by side."""
+    widths = [6 * len(words) + 14 for words in (label, value)]
+    drawing = Drawing(f"{label}: {value}", sum(widths), 20)
+    x = 0
+    for words, width, fill in zip((label, value), widths, ("#767676", "#0072b2"), strict=True):
+        drawing.shapes += [
+            element("rect", x=x, y=0, width=width, height=20, fill=fill),
+            text(x + width // 2, 14, words, "middle", fill=PAPER, font_size=11),
+        ]
+        x += width
+    return drawing
+
+
+def _metadata(key: str) -> list[str]:
+    """Return the values of a key, or the ends of the lines that begin with it, of setup.cfg."""
+    lines = (HERE.parent / "setup.cfg").read_text(encoding="utf-8").splitlines()
+    return [line.partition(key)[2].strip() for line in lines if line.strip().startswith(key)]
+
+
+def badge_of_pythons() -> Drawing:
+    versions = _metadata("Programming Language :: Python :: 3.")
+    return badge("Python", f"3.{versions[0]} to 3.{versions[-1]}")
+
+
 DRAWINGS = {
+    "progress": progress_bar,
+    "badge-tests": functools.partial(badge, "tests", "threads, processes, Ray"),
+    "badge-python": badge_of_pythons,
+    "badge-license": lambda: badge("license", _metadata("license_expression = ")[0]),
     "model": the_model,
     "which_class": which_class,
     "path_of_a_batch": path_of_a_batch,
@@ -354,8 +458,9 @@ def main() -> None:
     for name, drawing in DRAWINGS.items():
         drawing().write(HERE / "drawings" / f"{name}.svg")
     # README.md is not built by Sphinx, which makes the dark pictures of the pages.
-    model = HERE / "drawings" / "model.svg"
-    model.with_stem("model-dark").write_text(in_dark(model.read_text()))
+    for name in ("model", "progress"):
+        light = HERE / "drawings" / f"{name}.svg"
+        light.with_stem(f"{name}-dark").write_text(in_dark(light.read_text()))
 
 
 if __name__ == "__main__":

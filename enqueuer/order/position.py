@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from enqueuer.common import checks
-from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.order.messages import Epoch, Start
 
@@ -227,10 +226,10 @@ def check_format(state: State, kind: str | None = None) -> Epoch:
             "to begin with the first batch"
         )
     if not isinstance(state, Mapping) or "version" not in state:
-        keys = f" with the keys {[*state][:3]}" if isinstance(state, Mapping) else ""
+        found = f"has the keys {[*state][:3]}" if isinstance(state, Mapping) else f"is {state!r}"
         raise StateMismatch(
-            f"this is not the state of an enqueuer but {an(type(state).__name__)}{keys}: give what "
-            "its state_dict() returned, not the state of the model and not the whole checkpoint"
+            f"this is not the state of an enqueuer, as it {found}: give what its state_dict() "
+            "returned, not the state of the model and not the whole checkpoint"
         )
     with checks.reading():
         version = state["version"]

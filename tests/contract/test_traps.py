@@ -83,8 +83,8 @@ def test_shuffle_is_answered_with_what_shuffles():
     ("state", "says"),
     [
         ({}, r"the state is empty: give what state_dict\(\)"),
-        ({"layer.weight": 0, "layer.bias": 0}, r"a dict with the keys \['layer.weight', 'layer.b"),
-        ("state.json", "not the state of an enqueuer but a str: give what its state_dict"),
+        ({"layer.weight": 0, "layer.bias": 0}, r"as it has the keys \['layer.weight', 'layer.bias'\]: "),
+        ("state.json", "as it is 'state.json': give what its state_dict"),
     ],
 )
 def test_what_is_no_state_is_refused_with_what_to_give(state, says):

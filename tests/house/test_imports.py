@@ -178,7 +178,7 @@ RUN = """
 with enqueuer.{kind}({source}, {options}) as batches:
     assert list(batches) == ["a", "b"]
 """
-KINDS = {"GeneratorEnqueuer": "lambda: iter('ab')", "OrderedEnqueuer": "'ab'"}
+KINDS = {"GeneratorEnqueuer": "lambda: iter('ab')", "OrderedEnqueuer": "['a', 'b']"}
 
 
 def imported_by(program, after="sys"):

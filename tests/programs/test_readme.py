@@ -1,4 +1,7 @@
-"""Every Python block of README.md runs as it stands: as a script, in a session, in a notebook."""
+"""Every Python block of README.md runs as it stands, and prints what the block after it shows.
+
+As a script, in a session, in a notebook.
+"""
 
 import os
 import re
@@ -33,22 +36,24 @@ assert any(output.get("name") == "stdout" for output in cell.outputs), cell.outp
 print("ran")
 """
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAIRS = re.findall(
+    r"```python\n(.*?)```\n\n```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+)
+BLOCKS = [block for block, _ in PAIRS]
 
 
-def test_there_are_blocks():
-    assert len(BLOCKS) >= 3
+def test_each_block_has_its_output():
+    assert len(BLOCKS) == (ROOT / "README.md").read_text().count("```python") >= 3
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_a_block_of_the_readme_runs(block, tmp_path):
+@pytest.mark.parametrize(("block", "output"), PAIRS, ids=range(len(PAIRS)))
+def test_a_block_of_the_readme_prints_what_is_shown(block, output, tmp_path):
     for framework in re.findall(r"enqueuer\.adapters\.(\w+)", block):
         needs(framework)
     script = tmp_path / "script.py"
     script.write_text(block)
     code, out, err = run_script(script, tmp_path, LIMIT)
-    assert (code, err) == (0, "")
-    assert out
+    assert (code, out, err) == (0, output, "")
 
 
 @pytest.mark.parametrize(
