@@ -83,7 +83,10 @@ def test_shuffle_is_answered_with_what_shuffles():
     ("state", "says"),
     [
         ({}, r"the state is empty: give what state_dict\(\)"),
-        ({"layer.weight": 0, "layer.bias": 0}, r"as it has the keys \['layer.weight', 'layer.bias'\]: "),
+        (
+            {"layer.weight": 0, "layer.bias": 0},
+            r"as it has the keys \['layer.weight', 'layer.bias'\]: ",
+        ),
         ("state.json", "as it is 'state.json': give what its state_dict"),
     ],
 )
