@@ -104,6 +104,8 @@ def _hint(error: Exception) -> str:
     """Return what else to do about an error of pickling, as a sentence more."""
     if ".detach()" in str(error):
         return f". {error}"
+    if "CUDA" in str(error):
+        return ". A forked process cannot use CUDA: keep models and tensors on it out of the source"
     if OF_FORK in str(error):
         return ". Make objects of multiprocessing by multiprocessing.get_context('spawn')"
     return ""

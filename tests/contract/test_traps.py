@@ -13,6 +13,7 @@ from enqueuer import (
     GeneratorEnqueuer,
     OrderedEnqueuer,
     Shard,
+    SourceNotPicklable,
     StateMismatch,
     imap,
 )
@@ -99,6 +100,17 @@ def test_what_is_no_state_is_refused_with_what_to_give(state, says):
 def test_a_text_is_no_list_of_elements(text):
     with pytest.raises(TypeError, match=r"got the text .*train.txt', .* pass a list: \[text\]"):
         OrderedEnqueuer(text)
+
+
+class OnGpu:
+    def __reduce__(self):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess; use 'spawn'")
+
+
+def test_a_source_that_holds_what_is_on_a_gpu_is_not_only_sent_to_fork():
+    model = OnGpu()
+    with pytest.raises(SourceNotPicklable, match="A forked process cannot use CUDA"):
+        GeneratorEnqueuer(lambda: iter([model]), backend="process").start()
 
 
 def test_a_number_is_not_split():

@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21389
-MOST_TOKENS = 183171
+MOST_CODE_LINES = 21390
+MOST_TOKENS = 183173
 MOST_FILES = 112
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
