@@ -311,7 +311,7 @@ def sleeping(make_s, count=30):
     def source(shard):
         for number in range(count):
             time.sleep(make_s)
-            yield number
+            yield shard.index, number
 
     return source
 
