@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from enqueuer.monitoring.meters import WorkerStats
     from enqueuer.monitoring.stats import Bottleneck, Stats
     from enqueuer.order.ranks import merge_states
+    from enqueuer.sequences.lengths import balance, pad
+    from enqueuer.sequences.packing import pack
+    from enqueuer.sequences.stages import batch_by_length
 
 __version__ = "0.2.0.dev0"
 
@@ -82,11 +85,15 @@ __all__ = [
     "WorkerDied",
     "WorkerError",
     "WorkerStats",
+    "balance",
+    "batch_by_length",
     "empty",
     "empty_like",
     "imap",
     "merge_states",
     "mix",
+    "pack",
+    "pad",
     "prefetch",
     "replay",
 ]
@@ -103,9 +110,13 @@ _MODULES = {
     "Ray": "enqueuers.options",
     "Stats": "monitoring.stats",
     "WorkerStats": "monitoring.meters",
+    "balance": "sequences.lengths",
+    "batch_by_length": "sequences.stages",
     "imap": "enqueuers.ordered",
     "merge_states": "order.ranks",
     "mix": "mixing",
+    "pack": "sequences.packing",
+    "pad": "sequences.lengths",
     "prefetch": "enqueuers.generator",
     "replay": "enqueuers.failures",
 }
