@@ -1,21 +1,25 @@
-"""mix(): several generator functions as one, with fixed proportions.
+"""mix(): several generator functions as one, in proportions that may change.
 
 The next source is chosen so that each has its share in every prefix. The rule is Tijdeman's for the
-chairman assignment problem: after `n` turns, the number of turns of each source differs from `n`
-times its share by less than 1.
+chairman assignment problem: after `n` turns, the number of turns of each source differs from the
+sum of its shares until then by less than 1.
+
+Shares are whole numbers of parts, and so are the sums: what is resumed is the same to the bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
-from enqueuer.order.position import fingerprint_of
+from enqueuer.order.position import fingerprint_of, named
 from enqueuer.workers.shards import Shard, part_for
 from enqueuer.workers.sources import (
     FunctionSource,
@@ -25,55 +29,148 @@ from enqueuer.workers.sources import (
     iterate,
 )
 
+# All shares of a turn together.
+_PARTS = 2**60
+# Turns that a schedule is looked at ahead, which are enough for shares of a thousandth.
+_AHEAD = 1000
+
+
+class Schedule:
+    """The shares of several sources at each sample.
+
+    Args:
+        weights: Weights at all samples; a list of stages, each a number of samples and its weights,
+            of which the last one does not end; or a function of the number of samples before.
+        names: Names of the sources, in the order of their shares.
+    """
+
+    def __init__(self, weights: Any, names: Sequence[str]) -> None:
+        self.names = tuple(sorted(names))
+        self._order = names
+        self._function = weights if callable(weights) else None
+        # The number of the sample at which each stage ends, and its shares.
+        self._stages: list[tuple[float, tuple[int, ...]]] = []
+        if self._function is not None:
+            self.at(0)
+            return
+        stages, end = _stages_in(weights), 0
+        for count, own in stages:
+            end += count
+            self._stages.append((end, shares_of(names, own, may_be_0=len(stages) > 1)))
+        self._stages[-1] = math.inf, self._stages[-1][1]
+        for name, *shares in zip(self.names, *(own for _, own in self._stages), strict=True):
+            if not any(shares):
+                raise ValueError(f"the weight of {name!r} is 0 in all stages; leave it out")
+
+    def at(self, sample: int) -> tuple[tuple[int, ...], float]:
+        """Return the shares at a sample, and the number of the first one that may have others."""
+        if self._function is None:
+            return next((shares, end) for end, shares in self._stages if sample < end)
+        weights = self._function(sample)
+        try:
+            return shares_of(self._order, weights, may_be_0=True), sample + 1
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weights({sample}): {error}") from None
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a state says of the weights, by names."""
+        if self._function is not None:
+            return named(weights=self._function)
+        stages = [
+            [end, {name: part / _PARTS for name, part in zip(self.names, parts, strict=True)}]
+            for end, parts in self._stages
+        ]
+        return {"weights": stages[0][1] if len(stages) == 1 else [*stages[:-1], stages[-1][1:]]}
+
 
 class Turns:
     """The turns of several sources, in a fixed order.
 
-    A source may have its next turn from its release on, and should have it before its deadline.
-    Of those that may, the one with the earliest deadline is next.
+    A source may have its next turn as soon as its shares are more than its turns by a margin, and
+    should have it before they are more by 1 without the margin. Of those that may, the one that
+    should have it first is next.
 
     Args:
-        weights: Weights of the sources, which are positive.
-        taken: Number of turns that each source has had; by default none.
+        schedule: Shares at each sample of all shards.
+        shard: Shard whose turns these are: every `count`-th sample.
+        names: Names of the sources that have not ended; None: all of the schedule.
+        begun: Number of samples of the shard before.
+        lags: Parts that each source is owed, by its name.
 
     Attributes:
-        taken: Number of turns that each source has had.
+        samples: Number of samples of the shard until now.
+        lags: Parts that each source is owed, in the order of the names.
 
     Example:
-        >>> turns = Turns([2, 1])
+        >>> turns = Turns(Schedule([2, 1], ["a", "b"]), Shard())
         >>> [turns.next() for _ in range(6)]
         [0, 1, 0, 0, 1, 0]
     """
 
-    def __init__(self, weights: Sequence[float], taken: Sequence[int] | None = None) -> None:
-        self.taken = [0] * len(weights) if taken is None else list(taken)
-        total = sum(weights)
-        self._shares = [weight / total for weight in weights]
-        self._margin = 1 / (2 * len(weights) - 2) if len(weights) > 1 else 0.0
-        self._turn = sum(self.taken)
-        self._releases = [0.0] * len(weights)
-        self._deadlines = [0.0] * len(weights)
-        for at in range(len(weights)):
-            self._plan(at)
+    def __init__(
+        self,
+        schedule: Schedule,
+        shard: Shard,
+        names: Iterable[str] | None = None,
+        begun: int = 0,
+        lags: Sequence[int] | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._shard = shard
+        kept = schedule.names if names is None else tuple(names)
+        self._kept = [schedule.names.index(name) for name in kept]
+        self.samples = begun
+        self.lags = [0] * len(kept) if lags is None else list(lags)
+        self._margin = _PARTS // (2 * len(kept) - 2) if len(kept) > 1 else 0
+        # The next turns that have the same shares, and the turn behind them; those ahead last.
+        self._runs: list[tuple[float, Sequence[int]]] = []
 
     def next(self) -> int:
         """Return the index of the source whose turn is next."""
-        self._turn = turn = self._turn + 1
-        ready = [at for at, release in enumerate(self._releases) if release <= turn]
+        if self._runs and self._runs[0][0] <= self.samples:
+            del self._runs[0]
+        _, shares = self._run(0)
+        self.lags = lags = [lag + share for lag, share in zip(self.lags, shares, strict=True)]
+        self.samples += 1
+        ready = [at for at, lag in enumerate(lags) if lag >= self._margin]
         # Rounding can leave none.
-        chosen = min(ready or range(len(self._shares)), key=self._deadlines.__getitem__)
-        self.taken[chosen] += 1
-        self._plan(chosen)
+        chosen = ready[0] if len(ready) == 1 else self._first_due(ready or range(len(lags)))
+        lags[chosen] -= _PARTS
         return chosen
 
-    def _plan(self, at: int) -> None:
-        taken, share = self.taken[at], self._shares[at]
-        self._releases[at] = (taken + self._margin) / share
-        self._deadlines[at] = (taken + 1 - self._margin) / share
+    def _first_due(self, ready: Iterable[int]) -> int:
+        """Return the source that first should have had its turn."""
+        needs = {at: _PARTS - self._margin - self.lags[at] for at in ready}
+        turn, index = self.samples, 0
+        while min(needs.values()) > 0 and turn - self.samples < _AHEAD:
+            end, shares = self._run(index)
+            # Turns until the first one is due, if these shares stay.
+            due = (-(-need // shares[at]) for at, need in needs.items() if shares[at])
+            count = min(end - turn, *due, _AHEAD)
+            needs = {at: need - shares[at] * int(count) for at, need in needs.items()}
+            turn += int(count)
+            index += turn == end
+        return min(needs, key=needs.__getitem__)
+
+    def _run(self, index: int) -> tuple[float, Sequence[int]]:
+        """Return a run of the next turns with equal shares: the turn behind it, and the shares."""
+        count = self._shard.count
+        while len(self._runs) <= index:
+            turn = int(self._runs[-1][0]) if self._runs else self.samples
+            # Turns before the first sample have its shares.
+            all_shares, end = self._schedule.at(max(turn, 0) * count + self._shard.index)
+            shares: Sequence[int] = [all_shares[at] for at in self._kept]
+            if sum(shares) != _PARTS:
+                # Those that are left have no turns here by the weights: all have the same.
+                shares = parts_of(shares if any(shares) else [1] * len(shares))
+            behind = end if end == math.inf else -((self._shard.index - int(end)) // count)
+            self._runs.append((behind, shares))
+        return self._runs[index]
 
 
 Item = TypeVar("Item")
 AtEnd = Literal["stop", "restart", "continue"]
+Weights = Mapping[str, float] | Sequence[float]
 
 _END = object()
 # A share below this would have its first turn after 500 billion items.
@@ -82,25 +179,31 @@ _LEAST_SHARE = 1e-12
 
 def mix(
     generators: Mapping[str, Callable[[Shard], Iterable[Item]] | Callable[[], Iterable[Item]]],
-    weights: Mapping[str, float] | Sequence[float] | None = None,
+    weights: Weights | Sequence[tuple[int, Weights]] | Callable[[int], Weights] | None = None,
     *,
     at_end: AtEnd = "stop",
 ) -> Callable[[Shard], Iterable[Item]]:
-    """Return a generator function whose items come from several, in fixed proportions.
+    """Return a generator function whose items come from several, in proportions that may change.
 
     Of the first `n` items, the share of each generator differs from its weight by at most
-    `1 / sqrt(n)`; in a shard, by at most `2 / n`. The order is always the same for the same names,
-    proportions of the weights and shards. Each generator has random numbers of its own, which
-    depend on its name.
+    `1 / sqrt(n)`; in a shard, by at most `2 / n`, and in the only shard by less than `1 / n`. For
+    weights that change, this is the mean of its weights until then. The order is always the same
+    for the same names, proportions of the weights and shards. Each generator has random numbers of
+    its own, which depend on its name.
 
     Args:
         generators: Generator functions, by name. Each takes no argument, or the `Shard`.
         weights: Positive number for each generator, by name or in the same order, and at least
-            1e-12 of their sum. None, the default: all have the same.
+            1e-12 of their sum. None, the default: all have the same. Or a list of stages, each the
+            number of samples of all shards that it lasts, and its weights; the last one goes on.
+            Or a function of the number of samples so far that returns weights; it must always
+            return the same, and is called up to 1000 samples ahead, so proportions hold for shares
+            of a thousandth or more. In stages and functions, a weight may be 0.
         at_end: What to do when one of the generators has ended. `"stop"`, the default: the shard
             ends, and the proportions hold until its end. `"restart"`: it is called again, with
             new random numbers, until each has ended once. `"continue"`: the others continue, with
-            the proportions among them, until all have ended.
+            the proportions among them, until all have ended; with the same, where their weights
+            are 0.
 
     Returns:
         A generator function for `GeneratorEnqueuer`, `prefetch` or another `mix`.
@@ -114,6 +217,9 @@ def mix(
         >>> letters, numbers = lambda: iter("abcdef"), lambda: iter(range(9))
         >>> list(prefetch(mix({"letters": letters, "numbers": numbers}, weights=[2, 1])))
         ['a', 0, 'b', 'c', 1, 'd', 'e', 2, 'f']
+        >>> stages = [(4, {"letters": 1, "numbers": 0}), (1, [1, 1])]
+        >>> list(prefetch(mix({"letters": letters, "numbers": numbers}, weights=stages)))
+        ['a', 'b', 'c', 'd', 'e', 0, 'f', 1]
     """
     if not isinstance(generators, Mapping):
         raise TypeError(
@@ -125,12 +231,10 @@ def mix(
     if at_end not in get_args(AtEnd):
         raise ValueError(f"at_end must be 'stop', 'restart' or 'continue', got {at_end!r}")
     sources = {name: _source(name, function) for name, function in generators.items()}
-    numbers = dict(zip(sources, _weights(list(sources), weights), strict=True))
     # Of equally urgent turns, the first by name is next, in whatever order the dict was built.
-    # Rounded, weights in the same proportions are the same shares.
-    total = math.fsum(numbers.values())
-    shares = {name: float(f"{numbers[name] / total:.12g}") for name in sorted(numbers)}
-    return Mixture({name: sources[name] for name in shares}, tuple(shares.values()), at_end)
+    names = sorted(sources)
+    schedule = Schedule([1] * len(names) if weights is None else weights, list(sources))
+    return Mixture({name: sources[name] for name in names}, schedule, at_end)
 
 
 def _source(name: object, function: object) -> FunctionSource:
@@ -146,13 +250,22 @@ def _source(name: object, function: object) -> FunctionSource:
     return source
 
 
-def _weights(names: list[str], weights: object) -> tuple[float, ...]:
-    """Return a weight for each name; raise TypeError or ValueError if they do not fit."""
-    if weights is None:
-        return (1.0,) * len(names)
+def _stages_in(weights: Any) -> list[tuple[int, Any]]:
+    """Return the stages of weights, each with its number of samples."""
+    is_list = isinstance(weights, (list, tuple))
+    if not is_list or not any(isinstance(one, (list, tuple)) for one in weights):
+        return [(1, weights)]
+    for stage in weights:
+        if not isinstance(stage, (list, tuple)) or len(stage) != 2:
+            raise TypeError(f"a stage must be a number of samples and weights, got {stage!r}")
+    return [(checks.positive("the samples of a stage", count), own) for count, own in weights]
+
+
+def shares_of(names: Sequence[str], weights: object, may_be_0: bool) -> tuple[int, ...]:
+    """Return the share of each name, sorted; raise TypeError or ValueError if they do not fit."""
     if isinstance(weights, Mapping):
         if set(weights) != set(names):
-            raise ValueError(f"weights must be for {names}, got them for {list(weights)}")
+            raise ValueError(f"weights must be for {list(names)}, got them for {list(weights)}")
         values = [weights[name] for name in names]
     elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)):
         values = list(weights)
@@ -163,24 +276,44 @@ def _weights(names: list[str], weights: object) -> tuple[float, ...]:
     for name, value in zip(names, values, strict=True):
         if isinstance(value, bool) or not hasattr(value, "__float__"):
             raise TypeError(f"the weight of {name!r} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
+        if may_be_0 and not 0 <= value < math.inf:
+            raise ValueError(f"the weight of {name!r} must be >= 0, got {value!r}")
+        if not may_be_0 and not 0 < value < math.inf:
             raise ValueError(
                 f"the weight of {name!r} must be > 0, got {value!r}; leave the generator out to "
                 "take nothing from it"
             )
     try:
-        floats = tuple(map(float, values))
+        floats = [float(value) for value in values]
     except OverflowError:
-        floats = (math.inf,)
-    total, least = sum(floats), min(floats)
-    if not math.isfinite(total):
+        floats = [math.inf]
+    if not math.isfinite(sum(floats)):
         raise ValueError(f"the sum of the weights is too large for a float: {values!r}")
-    if least < _LEAST_SHARE * total:
+    if not any(floats):
+        raise ValueError(f"the sum of the weights is 0; one of {list(names)} must be > 0")
+    least = min(filter(None, floats))
+    if least < _LEAST_SHARE * sum(floats):
         raise ValueError(
             f"the weights differ too much: the share of {names[floats.index(least)]!r} is below "
             f"{_LEAST_SHARE:g}; leave the generator out to take nothing from it"
         )
-    return floats
+    by_name = dict(zip(names, floats, strict=True))
+    return parts_of([by_name[name] for name in sorted(names)])
+
+
+def parts_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return shares of a turn.
+
+    Rounded, weights in the same proportions are the same shares.
+
+    Example:
+        >>> parts_of([2, 1]) == parts_of([0.2, 0.1]), sum(parts_of([1, 1, 1])) == _PARTS
+        (True, True)
+    """
+    total = math.fsum(weights)
+    parts = [round(float(f"{weight / total:.12g}") * _PARTS) for weight in weights]
+    parts[parts.index(max(parts))] += _PARTS - sum(parts)
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -189,12 +322,12 @@ class Mixture:
 
     Attributes:
         sources: Sources by name, sorted.
-        weights: Share of each source.
+        schedule: Shares of the sources.
         at_end: What happens when a source has ended.
     """
 
     sources: Mapping[str, FunctionSource]
-    weights: tuple[float, ...]
+    schedule: Schedule
     at_end: AtEnd
 
     def __call__(self, shard: Shard) -> Iterable[Any]:
@@ -207,7 +340,7 @@ class Mixture:
 def _fingerprint_of(mixture: Mixture) -> dict[str, Any]:
     return {
         "name": "mix",
-        "weights": dict(zip(mixture.sources, mixture.weights, strict=True)),
+        **mixture.schedule.identity(),
         "at_end": mixture.at_end,
         "parts": {name: fingerprint_of(source) for name, source in mixture.sources.items()},
     }
@@ -218,23 +351,22 @@ class _Part:
 
     Attributes:
         name: Name of the source.
-        weight: Weight of the source.
         has_ended: Whether it has ended, at least once.
     """
 
-    def __init__(self, mixture: Mixture, name: str, weight: float, shard: Shard) -> None:
+    def __init__(self, mixture: Mixture, name: str, shard: Shard) -> None:
         self.name = name
-        self.weight = weight
         self.has_ended = False
         self._source = mixture.sources[name]
         self._shard = shard
-        # How often it was called before.
-        self._round = 0
+        # How often it was called before, and how many items it has given since.
+        self._round = self._given = 0
         self._open()
 
     def _open(self) -> None:
         """Call the generator function, which does not begin to run."""
-        items = self._source.open(part_for(self._shard, self.name, self._round))
+        part = part_for(self._shard, self.name, self._round)
+        items = self._source.open(part, self._given)
         # What has a state is iterated later, as one may be loaded first.
         self._items: Any = items if is_stateful(items) else iter(items)
         self._iterator: Iterator[Any] | None = None
@@ -242,7 +374,7 @@ class _Part:
 
     @property
     def is_stateful(self) -> bool:
-        return is_stateful(self._items)
+        return self._source.can_begin_anywhere or is_stateful(self._items)
 
     def next(self) -> Any:
         """Return the next item, or `_END`."""
@@ -250,6 +382,7 @@ class _Part:
             self._iterator = iter(self._items)
         item = next(self._iterator, _END)
         if item is not _END:
+            self._given += 1
             self._is_empty = False
         return item
 
@@ -261,7 +394,7 @@ class _Part:
                 f"{self._shard.count}, so mix() cannot restart it; give fewer shards, or "
                 "at_end='continue'"
             )
-        self._round += 1
+        self._round, self._given = self._round + 1, 0
         self._open()
 
     def close(self) -> None:
@@ -269,14 +402,18 @@ class _Part:
         close(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._items.state_dict()
+        can_begin = self._source.can_begin_anywhere
+        state = self._given if can_begin else self._items.state_dict()
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round = checks.count("round", state["round"])
         self.has_ended = checks.flag("has_ended", state["has_ended"])
+        if self._source.can_begin_anywhere:
+            self._given = checks.count("state", state["state"])
         self._open()
-        self._iterator, _ = iterate(self._items, state["state"])
+        if not self._source.can_begin_anywhere:
+            self._iterator, _ = iterate(self._items, state["state"])
         # It had an item, or it would not have a state.
         self._is_empty = False
 
@@ -286,14 +423,15 @@ class _Mixed:
 
     def __init__(self, mixture: Mixture, shard: Shard) -> None:
         self._at_end = mixture.at_end
-        weights = zip(mixture.sources, mixture.weights, strict=True)
-        self._parts = [_Part(mixture, name, weight, shard) for name, weight in weights]
-        self._turns = Turns(mixture.weights)
+        self._parts = [_Part(mixture, name, shard) for name in mixture.sources]
+        self._new_turns = functools.partial(Turns, mixture.schedule, shard)
         # Otherwise all shards would begin with the same source, and with many shards the first
         # items of all of them would not have the proportions. The last shard begins with the first
         # turn: in the opposite order, the second item of the first shard would be of the source
         # that the second shard has begun with, right before it if there are two shards.
-        for _ in range(shard.count - 1 - shard.index):
+        before = shard.count - 1 - shard.index
+        self._turns = self._new_turns(begun=-before)
+        for _ in range(before):
             self._turns.next()
 
     @property
@@ -318,9 +456,13 @@ class _Mixed:
                     del item
                 elif self._at_end == "continue":
                     self._parts.remove(part)
-                    self._turns = Turns([part.weight for part in self._parts])
+                    # This turn gave no sample.
+                    self._turns = self._turns_of_rest(self._turns.samples - 1)
                 else:
                     return
+
+    def _turns_of_rest(self, samples: int, lags: Sequence[int] | None = None) -> Turns:
+        return self._new_turns([part.name for part in self._parts], samples, lags)
 
     def _goes_on(self, part: _Part) -> bool:
         """Restart a source that has ended; return False if it is not to be restarted."""
@@ -332,7 +474,7 @@ class _Mixed:
 
     def state_dict(self) -> dict[str, Any]:
         parts = {part.name: part.state_dict() for part in self._parts}
-        return {"parts": parts, "taken": list(self._turns.taken)}
+        return {"parts": parts, "samples": self._turns.samples, "lags": list(self._turns.lags)}
 
     @checks.reading("mix()")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -340,12 +482,11 @@ class _Mixed:
         # Those that have ended are left out.
         if not names <= known or (self._at_end != "continue" and names != known):
             raise ValueError(f"it has parts {sorted(names)}, and here are {sorted(known)}")
-        if len(state["taken"]) != len(names):
-            raise ValueError(f"it has turns of {len(state['taken'])} parts, not of {len(names)}")
-        self._parts = [part for part in self._parts if part.name in state["parts"]]
+        samples = checks.count("samples", state["samples"])
+        lags = dict(zip(state["parts"], map(operator.index, state["lags"]), strict=True))
+        if any(abs(lag) >= 2 * _PARTS for lag in lags.values()):
+            raise ValueError(f"no generator lags so far behind: {lags}")
+        self._parts = [part for part in self._parts if part.name in names]
         for part in self._parts:
             part.load_state_dict(state["parts"][part.name])
-        counts = [checks.count("taken", turns) for turns in state["taken"]]
-        taken = dict(zip(state["parts"], counts, strict=True))
-        counts = [taken[part.name] for part in self._parts]
-        self._turns = Turns([part.weight for part in self._parts], counts)
+        self._turns = self._turns_of_rest(samples, [lags[part.name] for part in self._parts])

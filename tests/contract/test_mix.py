@@ -1,14 +1,17 @@
-"""mix(): fixed proportions at every prefix, the same items for any workers, resumable."""
+"""mix(): proportions at every prefix, which may change; the same items for any workers, resumable."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 from helpers import Resumable, rest_of, taken
+from hypothesis import given
+from hypothesis import strategies as st
 
-from enqueuer import GeneratorEnqueuer, Shard, mix, prefetch
-from enqueuer.mixing import Turns
+from enqueuer import GeneratorEnqueuer, Shard, StateMismatch, mix, prefetch
+from enqueuer.mixing import Schedule, Turns
 
 THREADS = {"backend": "thread"}
 WEIGHTS = [[1, 1], [3, 1], [0.7, 0.2, 0.1], [5, 3, 1, 1], [1] * 9, [100, 1], [0.123, 4.5, 2.7]]
@@ -99,11 +102,158 @@ def test_small_and_large_weights_that_are_alike_are_kept(weights):
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_a_schedule_continues_after_the_turns_that_were_taken(weights):
-    whole = Turns(weights)
+    schedule = Schedule(weights, names(weights))
+    whole = Turns(schedule, Shard())
     for _ in range(30):
-        later = Turns(weights, whole.taken)
+        later = Turns(schedule, Shard(), begun=whole.samples, lags=whole.lags)
         turns = [whole.next() for _ in range(7)]
         assert [later.next() for _ in range(7)] == turns
+
+
+def lag_of(chosen, shares):
+    """Return the largest difference of a count from the sum of the shares until then."""
+    counts = np.cumsum(np.array(chosen)[:, None] == np.arange(shares.shape[1]), axis=0)
+    return abs(counts - np.cumsum(shares, axis=0)).max()
+
+
+def shares_at(stages, count):
+    """Return the shares at each of so many samples."""
+    rows = np.repeat([w for _, w in stages], [n for n, _ in stages], axis=0)
+    rows = np.concatenate([rows, np.repeat(rows[-1:], count, axis=0)])[:count]
+    return rows / rows.sum(axis=1, keepdims=True)
+
+
+@st.composite
+def schedules(draw):
+    sources = draw(st.integers(1, 6))
+    weight = st.one_of(st.integers(0, 9), st.floats(0.01, 5))
+    row = st.lists(weight, min_size=sources, max_size=sources).filter(any)
+    stages = draw(st.lists(st.tuples(st.integers(1, 40), row), min_size=2, max_size=5))
+    # Each must occur in some stage.
+    stages.append((draw(st.integers(1, 30)), draw(row)))
+    stages[-1] = (stages[-1][0], [max(w, 0.5) for w in stages[-1][1]])
+    return stages
+
+
+@given(schedules(), st.integers(0, 200))
+def test_the_proportions_follow_a_schedule_within_one_sample(stages, cut):
+    shares = shares_at(stages, 300)
+    schedule = Schedule(stages, names(shares[0]))
+    turns = Turns(schedule, Shard())
+    chosen = [turns.next() for _ in range(cut)]
+    later = Turns(schedule, Shard(), begun=turns.samples, lags=turns.lags)
+    chosen += [turns.next() for _ in range(300 - cut)]
+    assert lag_of(chosen, shares) < 1
+    assert [later.next() for _ in range(300 - cut)] == chosen[cut:]
+
+
+@given(schedules())
+def test_a_function_of_the_samples_gives_the_order_of_its_stages(stages):
+    ends = list(itertools.accumulate(count for count, _ in stages))
+
+    def weights(sample):
+        return next((w for end, (_, w) in zip(ends, stages, strict=True) if sample < end), last)
+
+    last = stages[-1][1]
+    by_stages = Turns(Schedule(stages, names(last)), Shard())
+    by_function = Turns(Schedule(weights, names(last)), Shard())
+    assert [by_stages.next() for _ in range(200)] == [by_function.next() for _ in range(200)]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 5])
+def test_a_schedule_counts_the_samples_of_all_shards(shards):
+    stages = [(90, [1, 0, 1]), (60, [0, 1, 0]), (300, [1, 1, 1])]
+    turns = [Turns(Schedule(stages, names("abc")), Shard(i, shards)) for i in range(shards)]
+    chosen = [turn.next() for _ in range(450 // shards) for turn in turns]
+    assert lag_of(chosen, shares_at(stages, len(chosen))) <= (1 if shards == 1 else shards + 1)
+    assert set(chosen[:90]) == {0, 2}
+    # A shard may have one that it was owed.
+    assert chosen[90:150].count(1) >= 60 - shards
+
+
+def rises(sample):
+    return {"first": 1, "second": sample / 20, "third": 1}
+
+
+def from_any(shard, first_item=0):
+    for number in shard.split(range(50))[first_item:]:
+        MADE.append(number)
+        yield "third", number, 0.0
+
+
+MADE = []
+
+
+@pytest.mark.parametrize("weights", [rises, [(30, [1, 0, 2]), (40, [1, 5, 1])]], ids=["f", "list"])
+@pytest.mark.parametrize("at_end", ["stop", "restart", "continue"])
+def test_a_mixture_that_changes_is_resumed_at_each_item(weights, at_end):
+    def make():
+        sources = {"first": first, "second": second, "third": from_any}
+        return GeneratorEnqueuer(mix(sources, weights, at_end=at_end), shards=2, random_seed=7)
+
+    with make() as enqueuer:
+        whole = list(enqueuer)
+    for count in range(0, len(whole), 7):
+        _, state = taken(make(), count)
+        assert rest_of(make(), state) == whole[count:]
+
+
+def test_sources_that_can_begin_anywhere_make_nothing_again():
+    def make():
+        source = mix({"a": from_any, "b": from_any}, [(20, [3, 1]), (1, [1, 1])])
+        return GeneratorEnqueuer(source, random_seed=7)
+
+    with make() as enqueuer:
+        whole = list(enqueuer)
+    _, state = taken(make(), 60)
+    assert len(json.dumps(state)) < 1000
+    MADE.clear()
+    assert rest_of(make(), state) == whole[60:]
+    assert len(MADE) == len(whole) - 60
+
+
+def test_continue_ends_with_those_that_the_schedule_leaves_out():
+    """Each sample comes once, though the last stage has no place for the letters."""
+    stages = [(4, [1, 1]), (1, [0, 1])]
+    source = mix(
+        {"letters": lambda: iter("abcd"), "n": lambda: iter(range(5))}, stages, at_end="continue"
+    )
+    assert list(prefetch(source)) == ["a", 0, "b", 1, 2, 3, 4, "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "said"),
+    [
+        ([(10, [1, -1]), (1, [1, 1])], ValueError, "the weight of 'b' must be >= 0, got -1"),
+        ([(10, [0, 0]), (1, [1, 1])], ValueError, "the sum of the weights is 0; one of .* > 0"),
+        ([(10, [1, 0]), (1, [1, 0])], ValueError, "the weight of 'b' is 0 in all stages"),
+        ([(0, [1, 1]), (1, [1, 1])], ValueError, "the samples of a stage must be >= 1, got 0"),
+        ([(1.5, [1, 1]), (1, [1, 1])], TypeError, "the samples of a stage must be an int, got 1.5"),
+        ([(10, [1, 1]), 5], TypeError, "a stage must be a number of samples and weights, got 5"),
+        ([(10, [1])], ValueError, "weights must be 2, one for each name, got 1"),
+        (lambda n: [1], ValueError, r"weights\(0\): weights must be 2, one for each name"),
+        (lambda n: None, TypeError, r"weights\(0\): weights must be a dict or a list of numbers"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(weights, error, said):
+    with pytest.raises(error, match=said):
+        mix({"a": first, "b": second}, weights)
+
+
+def test_a_function_that_fails_later_says_at_which_sample():
+    source = mix({"a": first, "b": second}, lambda n: [1, 1] if n < 30 else [0, 0])
+    with pytest.raises(ValueError, match=r"weights\(30\): the sum of the weights is 0"):
+        list(prefetch(source))
+
+
+def test_another_schedule_is_another_source():
+    _, state = taken(GeneratorEnqueuer(mix({"a": first, "b": second}, rises_less)), 5)
+    with pytest.raises(StateMismatch, match="weights is 'rises_less' in the state and .* here"):
+        GeneratorEnqueuer(mix({"a": first, "b": second}, [(5, [1, 1])])).load_state_dict(state)
+
+
+def rises_less(sample):
+    return [1, 1 + sample]
 
 
 def test_the_items_do_not_depend_on_the_workers(backend):
