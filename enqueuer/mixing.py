@@ -138,19 +138,26 @@ class Turns:
         lags[chosen] -= _PARTS
         return chosen
 
-    def _first_due(self, ready: Iterable[int]) -> int:
+    def _first_due(self, ready: Sequence[int]) -> int:
         """Return the source that first should have had its turn."""
-        needs = {at: _PARTS - self._margin - self.lags[at] for at in ready}
+        most = _PARTS - self._margin
+        needs = [most - self.lags[at] for at in ready]
         turn, index = self.samples, 0
-        while min(needs.values()) > 0 and turn - self.samples < _AHEAD:
+        while True:
             end, shares = self._run(index)
-            # Turns until the first one is due, if these shares stay.
-            due = (-(-need // shares[at]) for at, need in needs.items() if shares[at])
-            count = min(end - turn, *due, _AHEAD)
-            needs = {at: need - shares[at] * int(count) for at, need in needs.items()}
-            turn += int(count)
-            index += turn == end
-        return min(needs, key=needs.__getitem__)
+            if end > turn:
+                # Turns until each is due, if these shares stay; 0 if it should have had its turn.
+                dues = [
+                    -(-need // shares[at]) if need > 0 and shares[at] else (need > 0) * _AHEAD
+                    for need, at in zip(needs, ready, strict=True)
+                ]
+                due = min(dues)
+                if turn + due <= end or turn - self.samples >= _AHEAD:
+                    return ready[dues.index(due)]
+                count = int(end) - turn
+                needs = [need - shares[at] * count for need, at in zip(needs, ready, strict=True)]
+                turn = int(end)
+            index += 1
 
     def _run(self, index: int) -> tuple[float, Sequence[int]]:
         """Return a run of the next turns with equal shares: the turn behind it, and the shares."""

@@ -166,7 +166,12 @@ class Stream:
         return iterator, stateful
 
     def _length(self, number: int, sample: object) -> int:
-        length = self._measure(sample)
+        try:
+            length = self._measure(sample)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.name}(): sample {number} has no length: {sample!r:.50}"
+            ) from error
         if type(length) is int and length > 0:
             return length
         if isinstance(length, bool) or not hasattr(length, "__index__"):

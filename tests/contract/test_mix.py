@@ -1,4 +1,4 @@
-"""mix(): proportions at every prefix, which may change; the same items for any workers, resumable."""
+"""mix(): proportions at every prefix, the same items for any workers, resumable."""
 
 import itertools
 import json
@@ -248,7 +248,7 @@ def test_a_function_that_fails_later_says_at_which_sample():
 
 def test_another_schedule_is_another_source():
     _, state = taken(GeneratorEnqueuer(mix({"a": first, "b": second}, rises_less)), 5)
-    with pytest.raises(StateMismatch, match="weights is 'rises_less' in the state and .* here"):
+    with pytest.raises(StateMismatch, match=r"weights is 'rises_less' in the state and .* here"):
         GeneratorEnqueuer(mix({"a": first, "b": second}, [(5, [1, 1])])).load_state_dict(state)
 
 
