@@ -52,7 +52,10 @@ napoleon_numpy_docstring = False
 # The builds must not need a network, so names of other projects are not looked up.
 nitpick_ignore_regex = [
     (r"py:.*", r"(collections|multiprocessing|np|numpy|os|queue|types|wave)\..*"),
-    (r"py:.*", r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Counted|Indexable|Item|Origin|Path|Self|T)"),
+    (
+        r"py:.*",
+        r"(enqueuer\..+\.)?(BaseEnqueuer|Batch|Counted|Indexable|Item|Origin|Path|Row|Self|SequenceStage|T|Weights)",
+    ),
 ]
 
 # The docstrings' examples see what their module sees; a name as in a plain script.

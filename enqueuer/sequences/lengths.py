@@ -139,10 +139,10 @@ def balance(
 ) -> list[np.ndarray]:
     """Divide samples of known lengths among ranks, so that all have nearly the same cost.
 
-    The samples are dealt out, the longest first, each to the rank with the least cost so far. Each
-    rank has the same number of samples, or one more. The largest cost of a rank is at most 5 %
-    above the mean, unless a few samples have more than that by themselves. The same lengths give
-    the same parts, so each rank finds its own without asking the others.
+    Each sample, the longest first, goes to the rank with the least cost so far. Each rank has the
+    same number of samples, or one more. The largest cost of a rank is at most 5 % above the mean,
+    unless a few samples have more than that by themselves. The same lengths give the same parts,
+    so each rank finds its own without asking the others.
 
     Args:
         lengths: Length of each sample.

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from enqueuer.common import checks
 from enqueuer.sequences.lengths import held
-from enqueuer.sequences.stages import Place, Stage, Stream, Window
+from enqueuer.sequences.stages import SampleStream, SequenceStage, Window, WindowPlace
 from enqueuer.workers.shards import Shard
 
 Method = Literal["best_fit", "first_fit", "concat"]
@@ -59,7 +59,7 @@ def pack(
     lengths: ArrayLike | None = None,
     shard: Shard | None = None,
     drop_last: bool = False,
-) -> Stage[Row]:
+) -> SequenceStage[Row]:
     """Pack documents of tokens into rows of one length.
 
     Args:
@@ -123,11 +123,11 @@ def pack(
         raise ValueError(
             "method='concat' keeps the order of the documents: leave rng out, and shuffle them"
         )
-    stream = Stream("pack", documents, lengths, len)
+    stream = SampleStream("pack", documents, lengths, len)
     padding = held(value, np.dtype(dtype))
     planner = Rows(stream, room, method, size, too_long == "split", boundaries, padding)
     options = {"row_length": room, "method": method, "window": size, "too_long": too_long}
-    return Stage(planner, options, rng, shard, drop_last)
+    return SequenceStage(planner, options, rng, shard, drop_last)
 
 
 def _one_of(name: str, value: object, choices: object) -> None:
@@ -140,7 +140,7 @@ def _one_of(name: str, value: object, choices: object) -> None:
 class Rows:
     """Packed rows; a plan is the list of the pieces of a row."""
 
-    stream: Stream
+    stream: SampleStream
     length: int
     method: Method
     window: int
@@ -149,13 +149,13 @@ class Rows:
     # The token of the padding, whose dtype is that of all arrays.
     padding: Any
 
-    def plans(self, at: Place, seed: int | None) -> Iterator[tuple[Place, Any]]:
+    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
         """Yield each row with the place behind it."""
         if self.method == "concat":
             return self._concatenated(at)
         return self.stream.plans(at, self.window, seed, self._planned)
 
-    def _concatenated(self, at: Place) -> Iterator[tuple[Place, list[Piece]]]:
+    def _concatenated(self, at: WindowPlace) -> Iterator[tuple[WindowPlace, list[Piece]]]:
         """Yield rows of one document after the other; `given` counts the tokens of a window."""
         row: list[Piece] = []
         room, given, place = self.length, at.given, at
@@ -166,9 +166,9 @@ class Rows:
                 size = piece.stop - piece.start
                 room, given = room - size, given + size
                 if not room:
-                    yield Place(first, given, source), row
+                    yield WindowPlace(first, given, source), row
                     row, room = [], self.length
-            place, given = Place(first, given, source), 0
+            place, given = WindowPlace(first, given, source), 0
         if row:
             yield place, row
 

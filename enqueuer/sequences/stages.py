@@ -1,6 +1,6 @@
 """Stages over samples of different lengths, with a state of their own; batches of like length.
 
-    samples --Stream.windows()--> Window --planned--> plans --made--> batches or rows
+    samples --SampleStream.windows()--> Window --planned--> plans --made--> batches or rows
 
 A stage reads a window of its stream, plans from the lengths what it gives of it, and makes that one
 by one. A position is the place of a window in the stream, and how much of it was given. So nothing
@@ -32,7 +32,7 @@ Batch = TypeVar("Batch")
 Made = TypeVar("Made", covariant=True)
 
 
-class Place(NamedTuple):
+class WindowPlace(NamedTuple):
     """Where a stage stands in its stream.
 
     Attributes:
@@ -57,13 +57,13 @@ class Window:
         samples: The samples; None if they are fetched by their numbers.
     """
 
-    place: Place
+    place: WindowPlace
     numbers: Sequence[int]
     lengths: list[int]
     samples: list[Any] | None
 
 
-class Stream:
+class SampleStream:
     """The samples of a stage: an iterable, a function that returns one, or a sequence.
 
     Args:
@@ -106,17 +106,17 @@ class Stream:
                 f"lengths must be {len(self._samples)}, one for each sample, got {len(lengths)}"
             )
 
-    def windows(self, at: Place, size: int) -> Iterator[Window]:
+    def windows(self, at: WindowPlace, size: int) -> Iterator[Window]:
         """Yield the windows from a place on, of so many samples; None belongs to none."""
         first = at.first_item
         if self._lengths is not None:
             for start in range(first, len(self._lengths), size):
                 lengths = self._lengths[start : start + size].tolist()
-                yield Window(Place(start), range(start, start + len(lengths)), lengths, None)
+                yield Window(WindowPlace(start), range(start, start + len(lengths)), lengths, None)
             return
         items, stateful = self._open(at)
         while True:
-            place = Place(first, 0, None if stateful is None else stateful.state_dict())
+            place = WindowPlace(first, 0, None if stateful is None else stateful.state_dict())
             read = list(itertools.islice(items, size))
             if not read:
                 return
@@ -128,15 +128,15 @@ class Stream:
 
     def plans(
         self,
-        at: Place,
+        at: WindowPlace,
         size: int,
         seed: int | None,
         planned: Callable[[Window, np.random.Generator | None], list[Any]],
-    ) -> Iterator[tuple[Place, Any]]:
+    ) -> Iterator[tuple[WindowPlace, Any]]:
         """Yield each plan of the windows from a place on, with the place behind it.
 
         Args:
-            at: Place to begin with.
+            at: WindowPlace to begin with.
             size: Number of samples of a window.
             seed: Seed of the order of the plans; None: they are sorted.
             planned: Function that returns the plans of a window.
@@ -149,10 +149,10 @@ class Stream:
             order = range(len(plans)) if rng is None else rng.permutation(len(plans)).tolist()
             plans = sorted(plans) if rng is None else plans
             for k in range(given, len(plans)):
-                yield Place(first, k + 1, source), plans[order[k]]
+                yield WindowPlace(first, k + 1, source), plans[order[k]]
             given = 0
 
-    def _open(self, at: Place) -> tuple[Iterator[Any], Any]:
+    def _open(self, at: WindowPlace) -> tuple[Iterator[Any], Any]:
         """Return the samples from a place on, and the object that has their state, or None."""
         items, first = self._samples, at.first_item
         if isinstance(items, FunctionSource):
@@ -202,14 +202,14 @@ class Stream:
 class Planner(Protocol[Made]):
     """What a stage gives of the samples of a stream."""
 
-    def plans(self, at: Place, seed: int | None) -> Iterator[tuple[Place, Any]]:
+    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
         """Yield each plan from a place on, of all shards, with the place behind it."""
 
     def made(self, plan: Any) -> Made:
         """Return what was planned."""
 
 
-class Stage(Generic[Batch]):
+class SequenceStage(Generic[Batch]):
     """What `pack` and `batch_by_length` return: an iterable with a state of its own.
 
     Iterating over it begins with the first item, or after `load_state_dict` at the position
@@ -235,12 +235,12 @@ class Stage(Generic[Batch]):
         self._index, self._count = (0, 1) if shard is None else (shard.index, shard.count)
         # On these the items depend.
         self._options = {**options, "shards": self._count}
-        self._place = Place()
-        self._loaded: Place | None = None
+        self._place = WindowPlace()
+        self._loaded: WindowPlace | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield what this shard gets; its place is already that of the next one."""
-        at, self._loaded = self._loaded or Place(), None
+        at, self._loaded = self._loaded or WindowPlace(), None
         self._place = at
         plans = self._planner.plans(at, self._seed)
         while turn := list(itertools.islice(plans, self._count)):
@@ -271,7 +271,7 @@ class Stage(Generic[Batch]):
         seed = state["seed"]
         self._seed = None if seed is None else checks.count("seed", seed)
         first, given = (checks.count(name, state[name]) for name in ("first_item", "given"))
-        self._place = self._loaded = Place(first, given, state.get("source"))
+        self._place = self._loaded = WindowPlace(first, given, state.get("source"))
 
 
 def _seed_of(rng: object, shard: Shard | None) -> int | None:
@@ -301,7 +301,7 @@ def batch_by_length(
     lengths: ArrayLike | None = None,
     shard: Shard | None = None,
     drop_last: bool = False,
-) -> Stage[Any]:
+) -> SequenceStage[Any]:
     """Put samples of like length into a batch, so that little of it is padding.
 
     The samples of a window are sorted by length and cut into batches ("buckets"). Each sample is
@@ -346,23 +346,23 @@ def batch_by_length(
     budget, largest = most("max_tokens", max_tokens), most("batch_size", batch_size)
     size = checks.positive("window", window)
     size += -size % (largest or 1)
-    stream = Stream("batch_by_length", samples, lengths, length)
+    stream = SampleStream("batch_by_length", samples, lengths, length)
     options = {"max_tokens": budget, "batch_size": largest, "window": size}
     planner = Buckets(stream, size, budget or math.inf, largest or math.inf, collate)
-    return Stage(planner, options, rng, shard, drop_last)
+    return SequenceStage(planner, options, rng, shard, drop_last)
 
 
 @dataclass(frozen=True)
 class Buckets:
     """Batches of like length; a plan is the places of its samples in a window, and the window."""
 
-    stream: Stream
+    stream: SampleStream
     window: int
     max_tokens: float
     batch_size: float
     collate: Callable[[list[Any]], Any] | None
 
-    def plans(self, at: Place, seed: int | None) -> Iterator[tuple[Place, Any]]:
+    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
         """Yield each batch with the place behind it."""
         return self.stream.plans(at, self.window, seed, self._planned)
 

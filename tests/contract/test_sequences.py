@@ -421,6 +421,8 @@ def test_the_parts_are_all_samples_in_equal_numbers(lengths, ranks, drop_last):
     assert len(indices) == len(lengths) - (len(lengths) % ranks if drop_last else 0)
     assert max(counts) - min(counts) <= (0 if drop_last else 1)
     assert all((np.diff(part) > 0).all() for part in parts)
+    sums = [np.take(lengths, part).sum() for part in parts]
+    assert max(sums) - np.mean(sums) <= max(lengths)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16])

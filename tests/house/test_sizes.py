@@ -14,9 +14,9 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 21390
-MOST_TOKENS = 183173
-MOST_FILES = 112
+MOST_CODE_LINES = 22038
+MOST_TOKENS = 189341
+MOST_FILES = 116
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
 MOST_FILES_ABOUT_HANDLERS = 13

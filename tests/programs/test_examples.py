@@ -21,6 +21,7 @@ NEEDS = {
     "pack_and_train.py": ("h5py", "sklearn"),
     "torch_dataloader.py": ("torch",),
     "torch_training.py": ("torch",),
+    "train_on_sequences.py": ("torch",),
 }
 
 RECIPES = EXAMPLES / "recipes"
@@ -34,7 +35,6 @@ RECIPES_NEED = {
     "lightning_trainer.py": ("lightning", "torch"),
     "lmdb_records.py": ("lmdb",),
     "parquet.py": ("pyarrow",),
-    "token_packing.py": (),
     "torch_checkpoint.py": ("torch",),
     "two_processes_ddp.py": ("torch",),
     "video_clips.py": ("av",),
