@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
@@ -131,10 +130,10 @@ def held(value: Any, dtype: np.dtype[Any]) -> Any:
 
 
 def balance(
-    lengths: ArrayLike,
+    lengths: Sequence[int] | np.ndarray,
     ranks: int,
     *,
-    cost: Callable[[np.ndarray], ArrayLike] | None = None,
+    cost: Callable[[np.ndarray], np.ndarray] | None = None,
     drop_last: bool = False,
 ) -> list[np.ndarray]:
     """Divide samples of known lengths among ranks, so that all have nearly the same cost.

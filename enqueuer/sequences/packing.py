@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
 from enqueuer.common import checks
 from enqueuer.sequences.lengths import held
@@ -56,7 +56,7 @@ def pack(
     value: int = 0,
     dtype: DTypeLike = "int64",
     rng: np.random.Generator | None = None,
-    lengths: ArrayLike | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
     shard: Shard | None = None,
     drop_last: bool = False,
 ) -> SequenceStage[Row]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from enqueuer.common import checks
 from enqueuer.common.text import an
@@ -298,7 +297,7 @@ def batch_by_length(
     window: int = 1000,
     rng: np.random.Generator | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
-    lengths: ArrayLike | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
     shard: Shard | None = None,
     drop_last: bool = False,
 ) -> SequenceStage[Any]:
