@@ -386,6 +386,18 @@ def test_real_files_are_compared_with_the_library_of_each(tmp_path):
     ]
 
 
+def test_packing_is_measured(tmp_path):
+    hide("grain", tmp_path)
+    names = ("enqueuer", "enqueuer, concat", "plain loop", "Grain")
+    options = ("--quick", "--cases", "pack", "python", "--only", *names)
+    done = run(*options, program="sequences.py", path=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(.+?) +(\d+\.\d+) +(\d+\.\d)% +\d+$", done.stdout, re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted(names[:3] * 2)
+    assert all(float(useful) > 95 for _, _, useful in rows)
+    assert len(re.findall(r"^Grain, (pack|python): .*grain", done.stderr, re.MULTILINE)) == 2
+
+
 def test_decoders_are_measured(tmp_path):
     needs_installed("PIL", "skimage", "soundfile")
     # The others may be missing; one of them is, here.
