@@ -12,8 +12,12 @@ from enqueuer import (
     Ray,
     Shard,
     Task,
+    balance,
+    batch_by_length,
     imap,
     mix,
+    pack,
+    pad,
     prefetch,
 )
 
@@ -47,6 +51,15 @@ sum_of(
     )
 )
 sum_of(GeneratorEnqueuer(mix({"a": numbers, "b": numbers}, weights=[2, 1], at_end="restart")))
+sum_of(GeneratorEnqueuer(mix({"a": numbers, "b": numbers}, weights=[(9, [2, 1]), (1, [1, 1])])))
+sum_of(GeneratorEnqueuer(mix({"a": numbers, "b": numbers}, weights=lambda sample: [1, sample])))
+for row in GeneratorEnqueuer(
+    lambda shard: pack([[1, 2]], 4, rng=shard.rng, boundaries="cu_seqlens")
+):
+    print(row["tokens"].sum())
+buckets = batch_by_length(["a", "bb"], max_tokens=4, collate=pad)
+buckets.load_state_dict(buckets.state_dict())
+smallest: int = min(len(part) for part in balance([3, 4], 2, cost=lambda lengths: lengths**2))
 first: str = next(GeneratorEnqueuer(words).get())
 again: str = GeneratorEnqueuer(iter(["a"]), True, random_seed=7).queue.get(timeout=1.0)
 ordered = OrderedEnqueuer(range(10), noisy, shuffle=True, batch_size=4, drop_last=True)
