@@ -137,9 +137,9 @@ def with_enqueuer(texts: list[Any], tokenize: Tokenize | None, method: Any = "be
     """Pack in the workers that tokenize."""
     from enqueuer import GeneratorEnqueuer, pack
 
-    options = {"method": method, "window": WINDOW, "dtype": "int32"}
+    packing = {"method": method, "window": WINDOW, "dtype": "int32"}
     if tokenize is None:
-        rows: Iterator[Any] = iter(pack(texts, ROW, **options))
+        rows: Iterator[Any] = iter(pack(texts, ROW, **packing))
         while batch := list(itertools.islice(rows, BATCH)):
             names = batch[0]
             arrays = {name: np.stack([row[name] for row in batch]) for name in names}
@@ -148,10 +148,11 @@ def with_enqueuer(texts: list[Any], tokenize: Tokenize | None, method: Any = "be
 
     def batches(shard: Any) -> Any:
         own = shard.split(texts)
-        return pack(lambda first_item=0: map(tokenize, own[first_item:]), ROW, **options)
+        return pack(lambda first_item=0: map(tokenize, own[first_item:]), ROW, **packing)
 
-    made = GeneratorEnqueuer(batches, workers=2, backend="process", shards=2, batch_size=BATCH)
-    with made as enqueuer:
+    options = {"workers": 2, "backend": "process", "shards": 2, "batch_size": BATCH}
+    # The batches of a window come at once, and wait while the next one is tokenized.
+    with GeneratorEnqueuer(batches, **options, max_queue_size=64) as enqueuer:
         for batch in enqueuer:
             yield batch["tokens"], np.count_nonzero(batch["document_ids"])
 

@@ -23,6 +23,8 @@ Row = dict[str, np.ndarray]
 
 # The label of a token that has no next one; the loss of torch and others leaves it out by default.
 _IGNORED = -100
+# Documents that "concat" reads at once: its rows do not depend on that.
+_AT_ONCE = 32
 
 
 class Piece(NamedTuple):
@@ -125,7 +127,8 @@ def pack(
         )
     stream = SampleStream("pack", documents, lengths, len)
     padding = held(value, np.dtype(dtype))
-    planner = Rows(stream, room, method, size, too_long == "split", boundaries, padding)
+    read = _AT_ONCE if method == "concat" else size
+    planner = Rows(stream, room, method, read, too_long == "split", boundaries, padding)
     options = {"row_length": room, "method": method, "window": size, "too_long": too_long}
     return SequenceStage(planner, options, rng, shard, drop_last)
 

@@ -15,7 +15,7 @@ import enqueuer
 
 # Of the whole package.
 MOST_CODE_LINES = 22038
-MOST_TOKENS = 189341
+MOST_TOKENS = 189364
 MOST_FILES = 116
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.
