@@ -2,6 +2,7 @@
 
     benchmarks.rst             the page
     benchmarks/results.json    the results from which it was made
+    benchmarks/CASE.csv        tables
     benchmarks/CASE.svg        pictures
 
 `python benchmarks/page.py` writes the page again from the results that are there.
@@ -9,11 +10,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ GROUPS = (
         "One worker sends a dict of 64 images and their labels to a loop that drops it. "
         "Threads pass a reference, so their rate is no bandwidth. `memcpy` is the rate at which "
         "one core copies the same arrays.",
-        ("large", "larger", "in-place", "consumer-cpu"),
+        ("large", "consumer-cpu"),
         ("large",),
     ),
     (
@@ -51,14 +54,14 @@ GROUPS = (
         "Short queues and latency",
         "The same dicts through a queue of 1, 2 and 10; then the time from `yield` to `next` "
         "while the loop waits for each item, through a queue of 1 and 2.",
-        ("queue", "queue-cpu", "arrival"),
+        ("queue", "arrival"),
         ("queue",),
     ),
     (
         "Tasks",
         "An `OrderedEnqueuer` and its peers run a function of an index, in order, with two "
         "workers; four with stragglers, where each 20th task takes 20 times as long.",
-        ("tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-large", "tasks-straggler"),
+        ("tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-straggler"),
         ("tasks-tiny", "tasks-batch"),
     ),
     (
@@ -77,20 +80,16 @@ GROUPS = (
     ),
     (
         "Libraries with threads of their own",
-        "Batches that torch, numpy and OpenCV make, and the CPU time of all processes for one.",
-        ("native-threads", "native-threads-cpu"),
+        "Batches that torch, numpy and OpenCV make.",
+        ("native-threads",),
         ("native-threads",),
     ),
     (
         "Start, stop and memory",
         "The time to the first batch with four workers: the first time in a process, and again. "
         "The first start includes the modules that it imports and a fork server, but not the "
-        "import of the package. Then the time to stop them; 32 workers that share a list of "
-        "1.2 million paths; and the memory of all processes.",
-        (
-            *("first-fork", "first-forkserver", "first-spawn", "first-default"),
-            *("stop", "paths", "paths-memory", "resume-files", "resume-items", "memory"),
-        ),
+        "import of the package. Then the time to stop them, and the memory of all processes.",
+        ("first-default", "stop", "resume-files", "memory"),
         ("first-default",),
     ),
 )
@@ -100,14 +99,43 @@ _WIDTH, _STEP, _BAR, _LONGEST, _LINE = 340, 36, 14, 270, 18
 _OURS, _THEIRS = "#0072b2", "#b8b8b8"
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a page, which has a file of its own: `benchmarks/NAME.csv`."""
+
+    name: str
+    title: str
+    header: Iterable[str]
+    lines: Iterable[Iterable[str]]
+
+
 def write(folder: Path, everything: dict[str, Any]) -> None:
     """Write the page, its pictures, and the results from which they were made, to a folder."""
     (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
     _results(folder).write_text(json.dumps(everything, indent=1) + "\n")
-    (folder / "benchmarks.rst").write_text("\n".join(page(everything)) + "\n")
+    write_page(folder / "benchmarks.rst", page(everything))
     results = everything["results"]
     for name, picture in pictures(results):
         (folder / "benchmarks" / name).write_text(picture)
+
+
+def write_page(path: Path, parts: Iterable[str | Table]) -> None:
+    """Write a page, and its tables beside it."""
+    lines = []
+    for part in parts:
+        if isinstance(part, str):
+            lines.append(part)
+            continue
+        name = f"benchmarks/{part.name}.csv"
+        with path.with_name("benchmarks").joinpath(f"{part.name}.csv").open("w") as file:
+            csv.writer(file, lineterminator="\n").writerows([part.header, *part.lines])
+        lines += [
+            f".. csv-table:: {part.title}".rstrip(),
+            f"   :file: {name}",
+            "   :header-rows: 1",
+            "",
+        ]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def short(results: report.Results) -> report.Results:
@@ -123,25 +151,28 @@ def short(results: report.Results) -> report.Results:
     }
 
 
-def page(everything: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page."""
+def page(everything: dict[str, Any]) -> Iterator[str | Table]:
+    """Yield the lines and the tables of the page."""
     about, results = everything["about"], everything["results"]
     box = about["machine"]
     yield from ("Benchmarks", "==========", "")
     yield from summary.main_result(results)
     yield from (
         "",
-        "This page compares `enqueuer` with other ways to give the items of a Python generator to "
-        "a loop.",
         ":doc:`benchmarks_workloads` shows real work: decoding, tokenizing, reading, training.",
-        "",
     )
     losses = list(summary.losses(results))
     if losses:
-        yield from ("Where it loses", "--------------", "")
-        title = "The best peer with the same kind of workers is better by over 5 %"
-        yield from table(title, ("case", "enqueuer", "best peer"), losses)
-    yield from summary.failure_section(_HERE / "README.md")
+        yield "The last section lists the cases in which it loses."
+    yield ""
+    failures = summary.Failures.read(_HERE / "README.md")
+    yield from ("Failures", "--------", "")
+    yield "In eight tests, a worker fails, exits or is killed at its third item."
+    yield "A loader passes if the loop gets both earlier items, and then, in time, the right error."
+    yield ""
+    yield Table("failures", "Tests passed", ("loader", "passed"), failures.passed)
+    yield from ("The command was `python benchmarks/failures.py --limit 60`.", failures.about)
+    yield from ("`benchmarks/README.md` shows how each test ended.", "")
     yield from (
         *("How it was measured", "-------------------", ""),
         f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, a load of "
@@ -154,9 +185,8 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
         + ".",
         "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
         "system, and the bandwidth of memory differs from machine to machine.",
-        "`python benchmarks/run.py --only CASE` measures one case, named at the head of its table.",
-        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; it also "
-        "has the figures of data files and of Ray.",
+        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; "
+        "`docs/benchmarks/results.json` has the figures of all cases.",
         "",
     )
     for title, words, tables, shown in GROUPS:
@@ -168,10 +198,14 @@ def page(everything: dict[str, Any]) -> Iterator[str]:
             if case in cases:
                 yield f".. image:: benchmarks/{case}.svg"
                 row, _ = _first(results[case])
-                yield f"   :alt: Bars of {case} {row}".rstrip() + ", as in the table."
+                yield f"   :alt: Bars of {case} {row}".rstrip() + "."
                 yield ""
         for case in cases:
-            yield from _table(case, results[case])
+            yield _table(case, results[case])
+    if losses:
+        yield from ("Where it loses", "--------------", "")
+        title = "The best peer with the same kind of workers is better by over 5 %"
+        yield Table("losses", title, ("case", "enqueuer", "best peer"), losses)
 
 
 def _of_runs(about: dict[str, Any]) -> str:
@@ -186,25 +220,14 @@ def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
                 yield f"{case}.svg", _picture(case, results[case])
 
 
-def _table(case: str, rows: dict[str, Any]) -> Iterator[str]:
-    """Yield a table with a line for each contestant, so that it is narrow."""
+def _table(case: str, rows: dict[str, Any]) -> Table:
+    """Return a table with a line for each contestant, so that it is narrow."""
     names = [
         name for name in CONTESTANTS if any("median" in c.get(name, {}) for c in rows.values())
     ]
     header = (f"`{case}`", *(row or CASES[case].unit for row in rows))
     lines = ((name, *(_number(cells.get(name, {})) for cells in rows.values())) for name in names)
-    yield from table(f"{CASES[case].title}, {_unit(case)}", header, lines)
-
-
-def table(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> Iterator[str]:
-    """Yield a table of a page."""
-    yield from (f".. csv-table:: {title}", f"   :header: {_csv(header)}", "")
-    yield from (f"   {_csv(line)}" for line in lines)
-    yield ""
-
-
-def _csv(cells: Iterable[str]) -> str:
-    return ",".join(f'"{cell}"' if "," in cell or not cell else cell for cell in cells)
+    return Table(case, f"{CASES[case].title}, {_unit(case)}", header, lines)
 
 
 def _unit(case: str) -> str:

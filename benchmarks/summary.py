@@ -103,16 +103,17 @@ def losses(results: report.Results) -> Iterator[tuple[str, str, str]]:
             yield case, report.number(one.ours), f"{report.number(one.theirs)}, {one.peer}"
 
 
-def failure_section(readme: Path) -> Iterator[str]:
-    """Yield the failure table, as the README of the benchmarks has it."""
-    text = readme.read_text(encoding="utf-8").partition("\n## The failure table\n")[2]
-    about, _, rest = text.partition("\n```text\n")
-    about = about[about.index("This was measured") :].partition("\n`hang` means")[0].strip()
-    passed = re.findall(r"^(\S.*?)  +.*?(\d of \d)$", rest.partition("\n```")[0], re.MULTILINE)
-    yield from ("Failures", "--------", "")
-    yield "In eight tests, a worker fails, exits or is killed at its third item."
-    yield "A loader passes if the loop gets both earlier items, and then, in time, the right error."
-    yield from ("", ".. csv-table:: Tests passed", "   :header: loader,passed", "")
-    yield from (f"   {name},{count}" for name, count in passed)
-    yield from ("", "The command was `python benchmarks/failures.py --limit 60`.", about)
-    yield from ("`benchmarks/README.md` shows how each test ended.", "")
+@dataclass(frozen=True)
+class Failures:
+    """The failure table, as the README of the benchmarks has it: loaders and what they passed."""
+
+    about: str
+    passed: list[tuple[str, str]]
+
+    @classmethod
+    def read(cls, readme: Path) -> Failures:
+        text = readme.read_text(encoding="utf-8").partition("\n## The failure table\n")[2]
+        about, _, rest = text.partition("\n```text\n")
+        about = about[about.index("This was measured") :].partition("\n`hang` means")[0].strip()
+        rows = rest.partition("\n```")[0]
+        return cls(about, re.findall(r"^(\S.*?)  +.*?(\d of \d)$", rows, re.MULTILINE))

@@ -2,6 +2,7 @@
 
     benchmarks_workloads.rst            the page
     benchmarks/workloads.json           the results from which it was made
+    benchmarks/workload-NAME.csv        a table of each workload
     benchmarks/workload-NAME.svg        a picture of each workload
 
 `python benchmarks/workloads_page.py` writes the page again from the results that are there.
@@ -17,7 +18,7 @@ from typing import Any
 
 import page
 import report
-from page import DOCS, table
+from page import DOCS, Table
 
 _DASH = "\N{EN DASH}"
 # What a table says of a row's output.
@@ -30,7 +31,7 @@ def write(folder: Path, everything: dict[str, Any]) -> None:
     (folder / "benchmarks").mkdir(parents=True, exist_ok=True)
     kept = {key: everything[key] for key in ("about", "found")}
     _results(folder).write_text(json.dumps(kept, indent=1) + "\n")
-    (folder / "benchmarks_workloads.rst").write_text("\n".join(_page(everything)) + "\n")
+    page.write_page(folder / "benchmarks_workloads.rst", _page(everything))
     for name, found in everything["found"].items():
         bars = _bars(found)
         if bars:
@@ -38,20 +39,19 @@ def write(folder: Path, everything: dict[str, Any]) -> None:
             (folder / "benchmarks" / f"workload-{name}.svg").write_text(picture)
 
 
-def _page(everything: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page."""
+def _page(everything: dict[str, Any]) -> Iterator[str | Table]:
+    """Yield the lines and the tables of the page."""
     about, found = everything["about"], everything["found"]
     box = about["machine"]
     yield from ("Real work", "=========", "")
     yield from _main_result(found)
     yield from (
         "",
-        "This page shows what people run through a loader: decoding, tokenizing, reading, "
-        "training.",
-        "Each loader is used as its documentation advises.",
-        ":doc:`benchmarks` measures the transport alone.",
+        "Each loader is used as its documentation advises; :doc:`benchmarks` measures the "
+        "transport alone.",
         "",
     )
+    yield _overview(found)
     losses = list(_losses(found))
     if losses:
         yield from ("Where it loses", "--------------", "", *losses, "")
@@ -65,41 +65,32 @@ def _page(everything: dict[str, Any]) -> Iterator[str]:
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
-        "`python benchmarks/workloads.py NAME` measures one workload.",
-        "`benchmarks/README.md` describes each, and says where the CPU time goes.",
-        "",
-        "- *CPU* is the time of all processes for an item, and *memory* their most.",
-        "  *speed* is that of the CPU at the time, in millions of rounds of a loop in Python: "
-        "where it is lower, all times are longer.",
-        "- *lines* are those of the user's code.",
-        "- *output* compares the batches with those of the plain loop, by a hash: *same*.",
-        "  It is not compared where the order differs (*any*).",
-        "  *other* is a decoder or a tokenizer of its own, and no peer in the first table.",
-        f"- {_DASH} is a contestant that failed, was too slow or is not installed.",
+        "`benchmarks/README.md` says what limits the rates, and where the CPU time goes.",
+        "*CPU* is the time of all processes for an item, *memory* their most; *lines* are those of "
+        "the user's code.",
+        "*output* compares the batches with those of the plain loop: *same*, *any* where the order "
+        "differs, and *other* for a decoder or a tokenizer of its own, which is no peer above.",
+        "*speed* is that of the CPU at the time: where it is lower, all times are longer.",
+        f"{_DASH} is a contestant that failed, was too slow or is not installed.",
         "",
     )
-    yield from _overview(found)
     for name, one in found.items():
-        yield from (name, "-" * len(name), "", _sentence(one["about"]))
-        yield from ("What limits the rates: " + one["why"]).replace(". ", ".\n").split("\n")
-        yield ""
+        yield from (name, "-" * len(name), "", _sentence(one["about"]), "")
         bars = _bars(one)
         if bars:
             yield f".. image:: benchmarks/workload-{name}.svg"
-            yield f"   :alt: Bars of {name}, as in the table."
+            yield f"   :alt: Bars of {name}."
             yield ""
-        yield from _table(name, one)
+        yield _table(name, one)
 
 
 def _main_result(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the two sentences with which the page begins, if there are numbers for them."""
+    """Yield the sentence with which the page begins, if there are numbers for it."""
     ratios = {name: ratio for name, one in found.items() if (ratio := _ratio(one)) is not None}
     if not ratios:
         return
     wins = sum(ratio >= 1 for ratio in ratios.values())
     yield f"`enqueuer` is at least as fast as the best peer in {wins} of {len(ratios)} workloads."
-    listed = ", ".join(f"{ratio:.2f} ({name})" for name, ratio in ratios.items())
-    yield f"Its rate over that of the best peer: {listed}."
 
 
 def _losses(found: dict[str, Any]) -> Iterator[str]:
@@ -131,9 +122,9 @@ def _of_runs(about: dict[str, Any]) -> str:
     return "that of one run" if about["repeats"] == 1 else f"the median of {about['repeats']} runs"
 
 
-def _overview(found: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of the best of ours beside the best peer, of those that do the same work."""
-    header = ("workload", "enqueuer", "", "best peer", "", "ratio", "plain loop")
+def _overview(found: dict[str, Any]) -> Table:
+    """Return a table of the best of ours beside the best peer, of those that do the same work."""
+    header = ("workload", "ratio", "enqueuer", "best peer", "plain loop", "row of ours", "peer")
     lines = []
     for name, one in found.items():
         ours, theirs = _best(one["rows"], True), _best(one["rows"], False)
@@ -142,13 +133,15 @@ def _overview(found: dict[str, Any]) -> Iterator[str]:
         lines.append(
             (
                 f"{name}, {one['unit']}/s",
-                *(_number(ours, "rate"), ours.get("name", _DASH)),
-                *(_number(theirs, "rate"), theirs.get("name", _DASH)),
                 _DASH if ratio is None else f"{ratio:.2f}",
+                _number(ours, "rate"),
+                _number(theirs, "rate"),
                 _number(plain[0], "rate") if plain else _DASH,
+                *(best.get("name", _DASH) for best in (ours, theirs)),
             )
         )
-    yield from table("The best of ours, and the best peer that does the same work", header, lines)
+    title = "The best of ours, and the best peer that does the same work"
+    return Table("workloads", title, header, lines)
 
 
 def _best(rows: list[dict[str, Any]], is_ours: bool) -> dict[str, Any]:
@@ -164,12 +157,13 @@ def _best(rows: list[dict[str, Any]], is_ours: bool) -> dict[str, Any]:
     return max(taken, key=lambda row: row["rate"], default={})
 
 
-def _table(name: str, found: dict[str, Any]) -> Iterator[str]:
+def _table(name: str, found: dict[str, Any]) -> Table:
     has_age = any("age_ms" in row for row in found["rows"])
     has_speed = any("speed" in row for row in found["rows"])
     columns = (*_COLUMNS, *(("age, ms",) if has_age else ()), *(("speed",) if has_speed else ()))
     header = (f"`{name}`", f"{found['unit']}/s", *columns)
-    yield from table(_title(name, found), header, (_cells(row, columns) for row in found["rows"]))
+    lines = (_cells(row, columns) for row in found["rows"])
+    return Table(f"workload-{name}", "", header, lines)
 
 
 def _cells(row: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str]:
