@@ -36,6 +36,7 @@ html_theme = "furo"
 html_title = f"enqueuer {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 html_copy_source = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "tango", "monokai"

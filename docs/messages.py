@@ -1,6 +1,6 @@
 """Collect the messages of all errors and warnings from the sources: run this file to print them.
 
-As an extension of Sphinx, it gives pages the directive `messages`, which lists them.
+As an extension of Sphinx, it gives pages the directive `messages`, which lists those of classes.
 
 A message is the text of a call such as `ValueError(f"...")` or `warnings.warn("...", Category)`.
 A text in a variable or a constant is looked up. `...` stands for what is filled in.
@@ -97,20 +97,59 @@ def _text(node: ast.expr | None, known: dict[str, ast.expr], depth: int = 0) -> 
     return "..."
 
 
+# Texts that the package composes from parts when they are shown.
+COMPOSED = {
+    "WorkerDied": (
+        "worker ... was killed by ...; what it had sent was delivered. ...",
+        "worker ... ended with exit code ... and said nothing; what it had sent was delivered. ...",
+        "worker ... ended with an unknown exit code (other code of this program collected it); ...",
+        "worker ... (thread) ended by ... outside the generator; what it had sent was delivered.",
+        "worker ... (Ray actor, ...) died; the items that had arrived were delivered. Ray says: "
+        "...",
+        "worker ... (Ray actor) could not be started. ... Check actor_options, ...",
+        "max_restarts=... is used up; ... workers died at this very item.",
+        "... A replacement could not be started: ...",
+        "DataLoader worker (pid(s) ...) exited unexpectedly: ...",
+    ),
+    "BatchTimeout": (
+        "DataLoader timed out after ... seconds: ...",
+        "no batch came for ... s: the loop waits for ..., of epoch ...",
+    ),
+    "ElementTimeout": (
+        "an element took longer than element_timeout=... s, so its worker was killed: ...",
+        "item ... of shard ... took longer than element_timeout=... s, so its worker was killed: "
+        "...",
+    ),
+    "StallWarning": (
+        "no batch came for ... s: the loop waits for ..., of epoch ...",
+        "worker ... cannot send its stack: it is starting, or its code has reset the signal for "
+        "that",
+        "worker ... did not send its stack within ... s: it is stopped, has the signal blocked, or "
+        "hangs in the system",
+        "worker ... has not started yet: Ray searches for a node, or it imports modules",
+        "worker ... has not started: no node has ...",
+    ),
+}
+
+
 def setup(app):
     """Add the directive. The tests import this file where docutils is not installed."""
     from sphinx.util.docutils import SphinxDirective
 
     class Messages(SphinxDirective):
+        """List the messages of the classes that are its arguments."""
+
+        has_content = False
+        required_arguments, optional_arguments = 1, 20
+
         def run(self):
-            own = _classes()
+            found = messages()
             content = []
-            for kind, texts in messages().items():
-                role = f":class:`~enqueuer.{kind}`" if kind in own else f"`{kind}`"
-                content += ["", f".. rubric:: {kind}", "", f"Messages of {role}:", ""]
-                for text, file in texts.items():
-                    shown = text.replace("`", "'")
-                    content.append(f"- ``{shown}`` (``{file}``)")
+            for kind in self.arguments:
+                texts = [*COMPOSED.get(kind, ()), *found.get(kind, ())]
+                heading = f"Messages of `{kind}`:" if texts else ""
+                shown = (text.replace("`", "'") for text in texts)
+                content += ["", heading, "", *(f"- ``{text}``" for text in shown)]
             for path in PACKAGE.rglob("*.py"):
                 self.env.note_dependency(path)
             return self.parse_text_to_nodes("\n".join(content))

@@ -1,10 +1,9 @@
-"""The programs on the "Coming from" pages run as they stand, and both halves print the same.
+"""The programs on the "Coming from" page run as they stand, and both halves print the same.
 
 A program that imports a package which is not installed here is skipped.
 """
 
 import re
-import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,20 +13,11 @@ from helpers import needs, run_script
 # `tox -e frameworks` runs them with all that the pages import.
 pytestmark = pytest.mark.thorough
 
-HOWTO = Path(__file__).parents[2] / "docs" / "howto"
-PAGES = ("torch_dataloader", "tensorpack", "batchgenerators", "prefetch_generator")
+FOLDER = Path(__file__).parents[2] / "examples" / "coming_from"
+PACKAGES = ("torch", "tensorpack", "batchgenerators", "prefetch_generator")
 LIMIT = 60.0  # seconds; each takes some, mostly for its imports
-
-
-def programs_of(page):
-    """Return the code blocks of a page that have a name, by that."""
-    text = (HOWTO / f"coming_from_{page}.rst").read_text()
-    blocks = re.findall(r"code-block:: python\n   :name: (\S+)\n\n((?:   .*\n|\n)+)", text)
-    return {name: textwrap.dedent(block) for name, block in blocks}
-
-
-PROGRAMS = {name: text for page in PAGES for name, text in programs_of(page).items()}
-BEFORE = [name for name in PROGRAMS if name.endswith("-before")]
+PROGRAMS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.py"))}
+BEFORE = [name for name in PROGRAMS if name.endswith("_before")]
 
 
 def run(name, directory):
@@ -45,9 +35,11 @@ def run(name, directory):
     return out.splitlines(), err
 
 
-def test_every_page_has_both_halves():
-    assert len(BEFORE) > len(PAGES)
-    assert {name.replace("-before", "-after") for name in BEFORE} <= set(PROGRAMS)
+def test_every_package_has_both_halves_and_the_page_shows_all():
+    assert {f"{package}_before" for package in PACKAGES} == set(BEFORE)
+    page = (FOLDER.parents[1] / "docs" / "howto" / "coming_from.rst").read_text()
+    assert set(re.findall(r"coming_from/(\w+)\.py", page)) == set(PROGRAMS)
+    assert {name.replace("_before", "_after") for name in BEFORE} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in BEFORE])
@@ -55,13 +47,13 @@ def test_a_program_with_an_enqueuer_runs(name, tmp_path):
     printed, complaints = run(name, tmp_path)
     assert printed
     assert "False" not in printed  # those that compare print True
-    if name.endswith("-after"):  # the others import what may have something to say itself
+    if name.endswith("_after"):  # the others import what may have something to say itself
         assert complaints == ""
 
 
 @pytest.mark.parametrize("name", BEFORE)
 def test_both_halves_print_the_same(name, tmp_path):
     before, _ = run(name, tmp_path)
-    after, _ = run(name.replace("-before", "-after"), tmp_path)
+    after, _ = run(name.replace("_before", "_after"), tmp_path)
     chatter = re.compile(r"\x1b|\[\d{4} |Failed to import|.* cleaned-up")  # of tensorpack
     assert [line for line in before if not chatter.match(line)] == after
