@@ -79,16 +79,9 @@ GROUPS = (
         (),
     ),
     (
-        "Libraries with threads of their own",
-        "Batches that torch, numpy and OpenCV make.",
-        ("native-threads",),
-        ("native-threads",),
-    ),
-    (
         "Start, stop and memory",
-        "The time to the first batch with four workers: the first time in a process, and again. "
-        "The first start includes the modules that it imports and a fork server, but not the "
-        "import of the package. Then the time to stop them, and the memory of all processes.",
+        "The time to the first batch with four workers, the first time in a process (with imports "
+        "and a fork server) and again; to stop them; and the memory of all processes.",
         ("first-default", "stop", "resume-files", "memory"),
         ("first-default",),
     ),

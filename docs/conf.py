@@ -22,6 +22,7 @@ extensions = [
     "myst_parser",
     "name_links",
     "dark_pictures",
+    "files",
     "messages",
     "sphinx_copybutton",
     "sphinx_design",
