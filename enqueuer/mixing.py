@@ -118,7 +118,7 @@ class Turns:
         self._schedule = schedule
         self._shard = shard
         kept = schedule.names if names is None else tuple(names)
-        self._kept = [schedule.names.index(name) for name in kept]
+        self._places = [schedule.names.index(name) for name in kept]
         self.samples = begun
         self.lags = [0] * len(kept) if lags is None else list(lags)
         self._margin = _PARTS // (2 * len(kept) - 2) if len(kept) > 1 else 0
@@ -166,7 +166,7 @@ class Turns:
             turn = int(self._runs[-1][0]) if self._runs else self.samples
             # Turns before the first sample have its shares.
             all_shares, end = self._schedule.at(max(turn, 0) * count + self._shard.index)
-            shares: Sequence[int] = [all_shares[at] for at in self._kept]
+            shares: Sequence[int] = [all_shares[at] for at in self._places]
             if sum(shares) != _PARTS:
                 # Those that are left have no turns here by the weights: all have the same.
                 shares = parts_of(shares if any(shares) else [1] * len(shares))
@@ -367,13 +367,13 @@ class _Part:
         self._source = mixture.sources[name]
         self._shard = shard
         # How often it was called before, and how many items it has given since.
-        self._round = self._given = 0
+        self._round = self._delivered = 0
         self._open()
 
     def _open(self) -> None:
         """Call the generator function, which does not begin to run."""
         part = part_for(self._shard, self.name, self._round)
-        items = self._source.open(part, self._given)
+        items = self._source.open(part, self._delivered)
         # What has a state is iterated later, as one may be loaded first.
         self._items: Any = items if is_stateful(items) else iter(items)
         self._iterator: Iterator[Any] | None = None
@@ -389,7 +389,7 @@ class _Part:
             self._iterator = iter(self._items)
         item = next(self._iterator, _END)
         if item is not _END:
-            self._given += 1
+            self._delivered += 1
             self._is_empty = False
         return item
 
@@ -401,7 +401,7 @@ class _Part:
                 f"{self._shard.count}, so mix() cannot restart it; give fewer shards, or "
                 "at_end='continue'"
             )
-        self._round, self._given = self._round + 1, 0
+        self._round, self._delivered = self._round + 1, 0
         self._open()
 
     def close(self) -> None:
@@ -410,14 +410,14 @@ class _Part:
 
     def state_dict(self) -> dict[str, Any]:
         can_begin = self._source.can_begin_anywhere
-        state = self._given if can_begin else self._items.state_dict()
+        state = self._delivered if can_begin else self._items.state_dict()
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round = checks.count("round", state["round"])
         self.has_ended = checks.flag("has_ended", state["has_ended"])
         if self._source.can_begin_anywhere:
-            self._given = checks.count("state", state["state"])
+            self._delivered = checks.count("state", state["state"])
         self._open()
         if not self._source.can_begin_anywhere:
             self._iterator, _ = iterate(self._items, state["state"])

@@ -175,25 +175,25 @@ class _Order:
     """The order of each epoch.
 
     `pack` compares plain attributes of a source from run to run. This one is not plain: its values
-    are in the identity, and the order that is kept is another in each epoch.
+    are in the identity, and the order that is cached is another in each epoch.
     """
 
     count: int
     shuffle: bool
-    kept: tuple[tuple[int, int], np.ndarray] | None = None
+    cached: tuple[tuple[int, int], np.ndarray] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "kept": None}
+        return {**self.__dict__, "cached": None}
 
     def of(self, shard: Shard) -> range | np.ndarray:
         if not self.shuffle:
             return range(self.count)
         epoch = shard.random_seed, shard.epoch
         # The shards of a worker share the order of an epoch.
-        kept = self.kept
-        if kept is None or kept[0] != epoch:
-            kept = self.kept = epoch, permutation(self.count, *epoch)
-        return kept[1]
+        cached = self.cached
+        if cached is None or cached[0] != epoch:
+            cached = self.cached = epoch, permutation(self.count, *epoch)
+        return cached[1]
 
 
 @fingerprint_of.register

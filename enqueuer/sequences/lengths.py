@@ -192,8 +192,8 @@ def balance(
 
 def as_lengths(name: str, lengths: object) -> np.ndarray:
     """Return an array of int64; raise TypeError or ValueError unless all are ints > 0."""
-    given: Any = lengths
-    array = np.asarray(given)
+    values: Any = lengths
+    array = np.asarray(values)
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"{name} must be a list of at least one length, got shape {array.shape}")
     if array.dtype.kind not in "iu":

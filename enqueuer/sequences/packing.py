@@ -159,19 +159,19 @@ class Rows:
         return self.stream.plans(at, self.window, seed, self._planned)
 
     def _concatenated(self, at: WindowPlace) -> Iterator[tuple[WindowPlace, list[Piece]]]:
-        """Yield rows of one document after the other; `given` counts the tokens of a window."""
+        """Yield rows of one document after the other; `delivered` counts the tokens of a window."""
         row: list[Piece] = []
-        room, given, place = self.length, at.given, at
+        room, delivered, place = self.length, at.delivered, at
         for window in self.stream.windows(at, self.window):
             first, _, source = window.place
-            for piece in self._pieces(window, given, room):
+            for piece in self._pieces(window, delivered, room):
                 row.append(piece)
                 size = piece.stop - piece.start
-                room, given = room - size, given + size
+                room, delivered = room - size, delivered + size
                 if not room:
-                    yield WindowPlace(first, given, source), row
+                    yield WindowPlace(first, delivered, source), row
                     row, room = [], self.length
-            place, given = WindowPlace(first, given, source), 0
+            place, delivered = WindowPlace(first, delivered, source), 0
         if row:
             yield place, row
 

@@ -3,8 +3,8 @@
     samples --SampleStream.windows()--> Window --planned--> plans --made--> batches or rows
 
 A stage reads a window of its stream, plans from the lengths what it gives of it, and makes that one
-by one. A position is the place of a window in the stream, and how much of it was given. So nothing
-that waits in a window is saved: it is read and planned again, from the same seed.
+by one. A position is the place of a window in the stream, and how much of it was delivered. So
+nothing that waits in a window is saved: it is read and planned again, from the same seed.
 
 With `shard`, all shards make the same plans of all samples, and each makes only what its turn is.
 So no shard has to know what another one has, and all can end at the same number.
@@ -36,12 +36,12 @@ class WindowPlace(NamedTuple):
 
     Attributes:
         first_item: Number of the first item of the window.
-        given: How much of the window was given: batches or rows, or tokens with `method="concat"`.
+        delivered: How much of the window: batches or rows, or tokens with `method="concat"`.
         source: State of the stream at the beginning of the window, if it has one.
     """
 
     first_item: int = 0
-    given: int = 0
+    delivered: int = 0
     source: Any = None
 
 
@@ -140,16 +140,16 @@ class SampleStream:
             seed: Seed of the order of the plans; None: they are sorted.
             planned: Function that returns the plans of a window.
         """
-        given = at.given
+        delivered = at.delivered
         for window in self.windows(at, size):
             first, _, source = window.place
             rng = None if seed is None else np.random.default_rng([seed, first])
             plans = planned(window, rng)
             order = range(len(plans)) if rng is None else rng.permutation(len(plans)).tolist()
             plans = sorted(plans) if rng is None else plans
-            for k in range(given, len(plans)):
+            for k in range(delivered, len(plans)):
                 yield WindowPlace(first, k + 1, source), plans[order[k]]
-            given = 0
+            delivered = 0
 
     def _open(self, at: WindowPlace) -> tuple[Iterator[Any], Any]:
         """Return the samples from a place on, and the object that has their state, or None."""
@@ -251,8 +251,8 @@ class SequenceStage(Generic[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last item: a few numbers, and the state of the stream."""
-        first_item, given, source = self._place
-        state = {"first_item": first_item, "given": given, "seed": self._seed}
+        first, count, source = self._place
+        state = {"first_item": first, "delivered": count, "seed": self._seed}
         if source is not None:
             state["source"] = source
         return {**state, "options": self._options}
@@ -269,8 +269,8 @@ class SequenceStage(Generic[Batch]):
                 raise StateMismatch(f"{name} is {saved!r} in the state and {here!r} here")
         seed = state["seed"]
         self._seed = None if seed is None else checks.count("seed", seed)
-        first, given = (checks.count(name, state[name]) for name in ("first_item", "given"))
-        self._place = self._loaded = WindowPlace(first, given, state.get("source"))
+        first, count = (checks.count(name, state[name]) for name in ("first_item", "delivered"))
+        self._place = self._loaded = WindowPlace(first, count, state.get("source"))
 
 
 def _seed_of(rng: object, shard: Shard | None) -> int | None:

@@ -89,7 +89,9 @@ def identifiers(path):
         return {token.string for token in tokens if token.type == tokenize.NAME}
 
 
-@pytest.mark.parametrize("room", ["order", "backends", "enqueuers", "transport", "workers"])
+@pytest.mark.parametrize(
+    "room", ["order", "backends", "enqueuers", "transport", "workers", "sequences"]
+)
 def test_an_identifier_names_a_thing(room):
     """These can stand for anything; the theory in `order/__init__.py` has a word for each."""
     vague = {"given", "told", "hear", "kept", "left", "stuff"}

@@ -36,7 +36,7 @@ h5py.register_driver(_DRIVER, lambda options: options.set_fapl_log(b"", 0, 0))
 # Size of a chunk: large enough for a disk, small enough for a cache.
 CHUNK_BYTES = 1 << 20
 # A file has as many parts by default. To open one takes a tenth of the time of a chunk.
-MOST_OPEN = 32
+MAX_OPEN = 32
 # Size of a cache for the chunks of a dataset. HDF5's default of 1 MiB does not hold such a chunk.
 CACHE_BYTES = 16 << 20
 
@@ -197,7 +197,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 class OpenFiles(dict[str, SharedFile]):
-    """The files that were opened last, by path, at most `MOST_OPEN`; for one thread at a time.
+    """The files that were opened last, by path, at most `MAX_OPEN`; for one thread at a time.
 
     To look one up opens it, and may close the one that was opened first. That raises
     `DataFileError` if the file is missing, broken, or being written.
@@ -210,7 +210,7 @@ class OpenFiles(dict[str, SharedFile]):
         self._cache_bytes = cache_bytes
 
     def __missing__(self, path: str) -> SharedFile:
-        if len(self) >= MOST_OPEN:
+        if len(self) >= MAX_OPEN:
             release(self.pop(next(iter(self))))
         self[path] = shared = acquire(path, self._cache_bytes)
         return shared

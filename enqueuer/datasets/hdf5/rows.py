@@ -35,7 +35,7 @@ from enqueuer.datasets.hdf5.files import OpenFiles, by_offset, guarded, h5py, ki
 from enqueuer.errors import DataFileError
 
 # Blocks of a file. Each takes some hundred bytes here and in every worker.
-_MOST_BLOCKS = 1 << 16
+_MAX_BLOCKS = 1 << 16
 # Below this size, another copy costs less than the work of h5py to avoid it.
 _DIRECT_BYTES = 1 << 16
 # The row behind the last one of a stretch.
@@ -109,7 +109,7 @@ class ColumnLayout:
         usual = max(1, files.CHUNK_BYTES // max(1, self.row_bytes))
         sized = [(at, at.dataset.chunk or usual) for at in self.stretches]
         count = sum((at.stop - at.start) // rows for at, rows in sized)
-        together = count // _MOST_BLOCKS + 1
+        together = count // _MAX_BLOCKS + 1
         found: list[int] = []
         for at, rows in sized:
             found += range(at.start, at.stop, rows * together)
@@ -497,7 +497,7 @@ class RowReader:
         stretches = [(column, at) for column in self._columns.values() for at in column.stretches]
         count = len({at.dataset.path for _, at in stretches})
         chunks = (at.dataset.chunk * column.row_bytes for column, at in stretches)
-        share = files.CACHE_BYTES // max(1, min(count, files.MOST_OPEN))
+        share = files.CACHE_BYTES // max(1, min(count, files.MAX_OPEN))
         # A cache below the size of a chunk has no effect, and each row would unpack its chunk.
         return max(share, min(files.CACHE_BYTES, max(chunks, default=0)))
 

@@ -23,7 +23,7 @@ from enqueuer.errors import DataFileError
 # Estimated size of a row of variable length, in bytes.
 _APART = {"text": 64, "ragged": 4096}
 # With more rows in a chunk, shuffled chunks would leave too many neighbours together.
-_MOST_CHUNK_ROWS = 1024
+_MAX_CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ class Writer:
                 )
             # The keys are read together, so all have as many rows in a chunk.
             largest = max(math.prod(kind.shape) * kind.item_bytes for kind in kinds.values())
-            usual = min(max(1, CHUNK_BYTES // max(1, largest)), _MOST_CHUNK_ROWS)
+            usual = min(max(1, CHUNK_BYTES // max(1, largest)), _MAX_CHUNK_ROWS)
             self._chunk = self._format.chunk_rows or usual
             self.kinds, self._pending = kinds, {key: [] for key in kinds}
         elif kinds.keys() != self.kinds.keys():
