@@ -11,18 +11,21 @@ A file is a path, bytes or a file object; what a decoder raises becomes an error
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from enqueuer.common import checks
 from enqueuer.common.extras import framework
+from enqueuer.common.text import an
 from enqueuer.errors import DataFileError, FrameworkUnavailable
 
 Path = str | os.PathLike[str]
@@ -46,7 +49,13 @@ class _Input(contextlib.AbstractContextManager[Any]):
         elif hasattr(file, "read"):
             self.name = str(getattr(file, "name", None) or file)
         else:
-            self.name = f"<{memoryview(file).nbytes} bytes>"  # type: ignore[arg-type]
+            try:
+                self.name = f"<{memoryview(file).nbytes} bytes>"  # type: ignore[arg-type]
+            except TypeError:
+                raise TypeError(
+                    f"a file is a path, bytes or a file object, got {an(type(file).__name__)}; "
+                    "where elements have more than a file, `map` is a function that loads theirs"
+                ) from None
 
     def opened(self) -> BinaryIO:
         """Return a file object that can seek. Called within the `with`."""
@@ -61,10 +70,11 @@ class _Input(contextlib.AbstractContextManager[Any]):
             raise MemoryError(f"{self.name}: {error}") from error
         if not isinstance(error, Exception) or isinstance(error, FrameworkUnavailable):
             return
-        text = str(error).strip() or type(error).__name__
-        if isinstance(error, OSError) and error.filename and self.name in text:
+        if isinstance(error, OSError) and error.filename == self.name:
             return
-        text = text if self.name in text else f"{self.name}: {text}"
+        text = str(error).strip() or type(error).__name__
+        # In quotes, as a short name may be a part of any word.
+        text = text if repr(self.name) in text else f"{self.name}: {text}"
         raise DataFileError(text, self.name if self.is_path else "") from error
 
 
@@ -90,8 +100,8 @@ _FROM_BOTTOM = (3, 4, 6, 7)
 _ATTEMPTS = 10
 # What Pillow calls the modes, each with the type of its pixels.
 _MODES = {"RGB": "u1", "BGR": "u1", "L": "u1", "I;16": "u2", "F": "f4"}
-# Tags of TIFF: bits of a sample, and 0 if the least value is white.
-_BITS, _WHITE_IS = 258, 262
+# Tags of TIFF: bits of a sample, 0 if the least value is white, and 2 if samples have a sign.
+_BITS, _WHITE_IS, _KIND = 258, 262, 339
 
 
 def load_image(
@@ -146,7 +156,7 @@ def load_image(
     with contextlib.ExitStack() as stack:
         with source:
             image: Any = stack.enter_context(Image.open(stack.enter_context(source.opened())))
-            scale = _scale_of(image)
+            scale = _Scale.of(image)
             if image.format not in ("JPEG", "MPO"):
                 # Some formats have their size and orientation only then, or turn the pixels.
                 image.load()
@@ -157,7 +167,7 @@ def load_image(
         box = _in_file(part, turn, *image.size)
         with source:
             reduced = _reduce(image, min(part[2] / target[0], part[3] / target[1]))
-            image = _converted(image, mode, *scale)
+            image = _converted(image, mode, scale)
             if crop is not None or target != part[2:]:
                 # Before it is turned: the rest of an odd size is at the end of the file's rows.
                 shape = target if turn in _EXCHANGED else target[::-1]
@@ -184,39 +194,50 @@ def _in_file(part: Box, turn: int, width: int, height: int) -> list[float]:
     return [columns[0], rows[0], columns[1], rows[1]]
 
 
-def _scale_of(image: Any) -> tuple[int, int, bool]:
-    """Return the white of a file, that of Pillow's pixels, and whether 0 is white, of 16 bits.
+class _Scale(NamedTuple):
+    """How the values of a grey file became the pixels of Pillow.
 
-    Args:
-        image: Image of which only the header was read.
+    Attributes:
+        white: The greatest value in the file.
+        scaled: What Pillow makes of it.
+        is_negative: Whether 0 is white in the file.
+        kind: What the pixels of Pillow are to be taken for, if not for what they are.
     """
-    if image.format == "TIFF":
-        white = 2 ** image.tag_v2.get(_BITS, (16,))[0] - 1
-        return white, white, image.tag_v2.get(_WHITE_IS) == 0
-    white = 2**16 - 1
-    if image.format == "PPM" and image.tile and image.tile[0][0] != "raw":
-        white = image.tile[0][3][1]
-    if image.format == "JPEG2000":
-        at = image.fp.tell()
-        image.fp.seek(0)
-        data = image.fp.read()
-        image.fp.seek(at)
-        # The markers of the codestream and of its sizes, 38 bytes, and the bits of a sample.
-        bits = 1 + (data[data.index(b"\xff\x4f\xff\x51") + 42] & 127)
-        white = 2**bits - 1
-        return white, white << max(0, 16 - bits), False
-    return white, 2**16 - 1, False
+
+    white: int
+    scaled: int
+    is_negative: bool = False
+    kind: str = ""
+
+    @classmethod
+    def of(cls, image: Any) -> _Scale:
+        """Return that of an image of which only the header was read."""
+        scaled = 2**8 - 1 if image.mode in ("1", "L") else 2**16 - 1
+        white = 1 if image.mode == "1" else scaled
+        how: Any = image.tile[0][3] if image.tile else ""
+        if image.format == "TIFF":
+            tags = image.tag_v2
+            white = 2 ** tags.get(_BITS, (1,))[0] - 1
+            kind = {("I", 1): "u4", ("L", 2): "i1"}.get((image.mode, tags.get(_KIND, (1,))[0]), "")
+            return cls(white, max(white, 2**8 - 1), tags.get(_WHITE_IS) == 0, kind)
+        if image.format == "PNG":
+            white = {"L;2": 3, "L;4": 15}.get(how, white)
+        elif image.format == "PPM" and image.mode != "1" and image.tile[0][0] != "raw":
+            white = how[1]
+        elif image.format == "JPEG2000":
+            at = image.fp.tell()
+            image.fp.seek(0)
+            data = image.fp.read()
+            image.fp.seek(at)
+            # The markers of the codestream and of its sizes, 38 bytes, and the bits of a sample.
+            bits = 1 + (data[data.index(b"\xff\x4f\xff\x51") + 42] & 127)
+            white = 2**bits - 1
+            scaled = white << max(0, (8 if image.mode == "L" else 16) - bits)
+        return cls(white, scaled, image.format == "PPM" and image.mode == "1")
 
 
-def _converted(image: Any, mode: str, white: int, scaled: int, is_negative: bool) -> Any:
+def _converted(image: Any, mode: str, scale: _Scale) -> Any:
     """Return an image of another mode, "F" for 16 bits.
-
-    Args:
-        image: The image.
-        mode: Mode for the caller.
-        white: White in the file, if it has 16 bits.
-        scaled: White in the image.
-        is_negative: Whether it has black for white.
 
     Raises:
         ValueError: It has colours, or other values than this mode can have.
@@ -225,24 +246,27 @@ def _converted(image: Any, mode: str, white: int, scaled: int, is_negative: bool
 
     is_16 = image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
     if mode in ("I;16", "F"):
-        if not (is_16 or image.mode in ("L", "I", "F")):
+        if not (is_16 or image.mode in ("1", "L", "I", "F")):
             raise ValueError(
                 f"mode {mode!r} gives the values of grey images, and this one is {image.mode!r}"
             )
-        values = np.asarray(image)
-        if is_16 and white != scaled:
-            values = np.rint(values * (white / scaled))
-        if (
-            mode == "I;16"
-            and image.mode in ("I", "F")
-            and not np.array_equal(values, np.rint(values).clip(0, 2**16 - 1))
+        values = np.asarray(image.convert("L") if image.mode == "1" else image)
+        values = values.view(scale.kind or values.dtype)
+        if scale.white != scale.scaled:
+            values = np.rint(values * (scale.white / scale.scaled))
+        # Pillow turns those of 8 bits at most.
+        if scale.is_negative and image.mode in ("1", "L"):
+            values = scale.white - values
+        if mode == "I;16" and not (
+            is_16 or np.array_equal(values, np.rint(values, dtype=np.float64).clip(0, 2**16 - 1))
         ):
             raise ValueError("it has values that uint16 has not; mode='F' gives them")
         return Image.fromarray(values.astype(np.float32))
     # Pillow would make 255 of all larger values.
     if is_16:
-        values = np.asarray(image).astype(np.int64) * 256 // (scaled + 1)
-        image = Image.fromarray((255 - values if is_negative else values).astype(np.uint8))
+        values = np.asarray(image).astype(np.int64) * 256 // (scale.scaled + 1)
+        values = 255 - values if scale.is_negative else values
+        image = Image.fromarray(values.astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ValueError(
             "it has pixels of 32 bits or with a sign, whose range is unknown; mode='F' gives "
@@ -385,8 +409,8 @@ def load_audio(
     with contextlib.ExitStack() as stack:
         with source:
             opened = stack.enter_context(source.opened())
-            sound = _Wave.of(opened) or _decoder(opened, source.name, stack)
-            rate, channels = int(sound.samplerate), int(sound.channels)
+            sound = _Wave.of(opened) or _Decoded(opened, source.name, stack)
+            rate, channels = sound.samplerate, sound.channels
         wanted = sample_rate or rate
         count = round(sound.frames * wanted / rate)
         first = _first(start, frames, count, source.name)
@@ -430,6 +454,15 @@ _PCM, _EXTENDED = 1, 0xFFFE
 _GUID = bytes.fromhex("000000001000800000aa00389b71")
 
 
+def _check_length(there: int, announced: int) -> None:
+    """Raise EOFError if there are fewer bytes of sound than a header announces."""
+    if there < announced < _UNKNOWN:
+        raise EOFError(
+            f"the file is truncated: {there} bytes of sound follow, and its header announces "
+            f"{announced}"
+        )
+
+
 def _code_of(form: bytes) -> int:
     code = int.from_bytes(form[:2], "little")
     return (
@@ -438,7 +471,7 @@ def _code_of(form: bytes) -> int:
 
 
 class _Wave:
-    """The sound of a WAV file of integers, with the names that soundfile has."""
+    """The sound of a WAV file of integers."""
 
     def __init__(self, file: BinaryIO, begin: int, form: bytes, size: int) -> None:
         _, self.channels, self.samplerate, _, _, bits = struct.unpack_from("<HHIIHH", form)
@@ -459,18 +492,17 @@ class _Wave:
         """
         head, form = file.read(12), b""
         if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+            head_size = int.from_bytes(head[4:8], "little")
             while len(head := file.read(8)) == 8:
                 kind, size = struct.unpack("<4sI", head)
                 begin = file.tell()
                 if kind == b"data" and len(form) >= 16:
                     there = file.seek(0, os.SEEK_END) - begin
-                    if there < size < _UNKNOWN:
-                        raise EOFError(
-                            f"the file is truncated: {there} bytes of sound follow, and its "
-                            f"header announces {size}"
-                        )
+                    _check_length(there, size)
                     if _code_of(form) == _PCM:
-                        return cls(file, begin, form, min(size, there))
+                        # A recorder that was not closed announces a header without sound.
+                        is_open = head_size == 8 and not size
+                        return cls(file, begin, form, there if is_open else min(size, there))
                     break
                 if kind == b"fmt ":
                     form = file.read(min(size, 40))
@@ -495,21 +527,62 @@ class _Wave:
         return samples if channels == 1 else samples.reshape(-1, channels)
 
 
-def _decoder(file: BinaryIO, name: str, stack: contextlib.ExitStack) -> Any:
-    """Return a file of soundfile that has `section`."""
-    soundfile = framework("soundfile", "audio", "0.12", user=f"load_audio({name!r})")
-    sound = stack.enter_context(soundfile.SoundFile(file))
+# What libsndfile logs of a file whose sound is shorter than its header says.
+_SHORTER = re.compile(
+    r"^ *(?:SSND|BODY|data|Data Size|riff|Riff size) *: (\d+) \(should be (\d+)\)", re.MULTILINE
+)
 
-    def section(first: int, count: int) -> np.ndarray:
-        if sound.seekable():
-            sound.seek(first)
-            first = 0
+
+class _Decoded:
+    """The sound of any other file, by soundfile."""
+
+    def __init__(self, file: BinaryIO, name: str, stack: contextlib.ExitStack) -> None:
+        soundfile = framework("soundfile", "audio", "0.12", user=f"load_audio({name!r})")
+        is_guessed = _is_guessed(file)
+        sound = self._sound = stack.enter_context(soundfile.SoundFile(file))
+        for announced, there in _SHORTER.findall(sound.extra_info):
+            _check_length(int(there), int(announced))
+        self.samplerate, self.channels, self.frames = sound.samplerate, sound.channels, sound.frames
+        if not self.frames and sound.format in ("OGG", "RF64"):
+            raise EOFError("it has no sound: the file is truncated, or its stream was not ended")
+        if self.frames > 2**62:
+            raise ValueError(
+                "its header has no length, as it was written as a stream, and soundfile needs it: "
+                "`ffmpeg -i FILE NEW` writes it"
+            )
+        self._whole: np.ndarray | None = sound.read(dtype="float32") if is_guessed else None
+        if self._whole is not None:
+            self.frames = len(self._whole)
+
+    def section(self, first: int, count: int) -> np.ndarray:
+        """Return so many frames from one on."""
+        if self._whole is not None:
+            return self._whole[first : first + count]
+        before = first
+        if self._sound.seekable():
+            self._sound.seek(first)
+            before = 0
         # Formats such as GSM can only be read from the beginning.
-        samples: np.ndarray = sound.read(first + count, dtype="float32")[first:]
+        samples: np.ndarray = self._sound.read(before + count, dtype="float32")[before:]
+        if len(samples) < min(count, self.frames - first):
+            raise EOFError(
+                f"the file is truncated: it ends at frame {first + len(samples)}, and its header "
+                f"announces {self.frames}"
+            )
         return samples
 
-    sound.section = section
-    return sound
+
+def _is_guessed(file: BinaryIO) -> bool:
+    """Return whether a file is MP3 whose first frame is not a header with the number of frames."""
+    start = file.read(10)
+    is_tagged = start[:3] == b"ID3"
+    # The length of a tag has 7 bits in each byte.
+    length = functools.reduce(lambda length, byte: length << 7 | byte, start[6:10], 0)
+    file.seek(10 + length if is_tagged else 0)
+    frame = file.read(64)
+    file.seek(0)
+    is_mp3 = is_tagged or (frame[:1] == b"\xff" and frame[1:2] >= b"\xe0")
+    return is_mp3 and not re.search(b"(?:Xing|Info)...[\1\3\5\7\x09\x0b\x0d\x0f]", frame, re.DOTALL)
 
 
 def load_array(file: File) -> Any:

@@ -8,6 +8,7 @@ import sys
 import tarfile
 import wave
 import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -188,15 +189,15 @@ def test_no_format_is_turned_twice(image, name, orientation):
     assert load_image(path, size=(high // 2, wide // 2)).shape[:2] == (high // 2, wide // 2)
 
 
-def tiff(values, bits, white_is=1):
-    """Return a TIFF file of 12 or 16 bits a sample, without compression."""
-    data = values.astype("<u2").tobytes()
+def tiff(values, bits, white_is=1, kind=1):
+    """Return a TIFF file of 8, 12, 16 or 32 bits a sample, without compression."""
+    data = values.astype(f"<u{bits // 8}").tobytes() if bits != 12 else b""
     if bits == 12:
         a, b = values[:, 0::2].astype(int), values[:, 1::2].astype(int)
         data = np.stack([a >> 4, (a & 15) << 4 | b >> 8, b & 255], -1).astype("u1").tobytes()
     high, wide = values.shape
-    tags = [(256, wide), (257, high), (258, bits), (259, 1), (262, white_is), (273, 122)]
-    tags += [(277, 1), (278, high), (279, len(data))]
+    tags = [(256, wide), (257, high), (258, bits), (259, 1), (262, white_is), (273, 134)]
+    tags += [(277, 1), (278, high), (279, len(data)), (339, kind)]
     lines = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + lines + bytes(4) + data
 
@@ -205,6 +206,19 @@ def pgm(values, white, plain=False):
     head = f"P{2 if plain else 5} {values.shape[1]} {values.shape[0]} {white}\n".encode()
     return head + (
         " ".join(map(str, values.flat)).encode() if plain else values.astype(">u2").tobytes()
+    )
+
+
+def png(bits, row):
+    """Return a PNG file of one row of grey pixels of at most 8 bits."""
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", len(row) * 8 // bits, 1, bits, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"\0" + row)),
+        (b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
     )
 
 
@@ -258,14 +272,45 @@ def test_the_values_of_grey_are_those_in_the_file(data, values, white):
     assert abs(small - values.reshape(4, 2, 4, 2).mean((1, 3))).max() <= white / 30
 
 
-def test_where_zero_is_white_it_is_so_for_any_bits():
-    data = tiff(SIXTEEN, 16, white_is=0)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_where_zero_is_white_it_is_so_for_any_bits(bits):
+    values = SIXTEEN >> (16 - bits)
+    data = tiff(values, bits, white_is=0)
     try:
         Image.open(io.BytesIO(data))
     except OSError:
         pytest.skip("this Pillow does not read it")
-    assert np.array_equal(load_image(data, mode="I;16"), SIXTEEN)
+    assert np.array_equal(load_image(data, mode="I;16"), values)
     assert np.array_equal(load_image(data, mode="L"), 255 - (SIXTEEN >> 8))
+
+
+FOUR = np.array([[0, 1, 2, 3]])
+BELOW_ZERO = np.array([[-128, -1], [0, 127]])
+LARGE = np.array([[0, 2**31], [2**16, 2**32 - 256]])
+
+
+@pytest.mark.parametrize(
+    ("data", "values"),
+    [
+        (png(1, b"\x1b"), np.array([[0, 0, 0, 1, 1, 0, 1, 1]])),
+        (png(2, b"\x1b"), FOUR),
+        (png(4, b"\x01\x23"), FOUR),
+        (b"P5 4 1 3 \0\1\2\3", FOUR),
+        (b"P5 4 1 200 \0\1\2\3", FOUR),
+        (b"P2 4 1 3 0 1 2 3", FOUR),
+        (b"P4 8 1 \x1b", np.array([[0, 0, 0, 1, 1, 0, 1, 1]])),
+        (tiff(BELOW_ZERO, 8, kind=2), BELOW_ZERO),
+        (tiff(LARGE, 32), LARGE),
+    ],
+    ids=["png-1", "png-2", "png-4", "pgm-3", "pgm-200", "pgm-plain", "pbm", "tiff-s8", "tiff-32"],
+)
+def test_the_values_are_those_in_the_file_for_any_bits(data, values):
+    assert np.array_equal(load_image(data, mode="F"), values)
+    if values.min() >= 0 and values.max() < 2**16:
+        assert np.array_equal(load_image(data, mode="I;16"), values)
+    else:
+        with pytest.raises(DataFileError, match="values that uint16 has not"):
+            load_image(data, mode="I;16")
 
 
 @pytest.mark.parametrize(
@@ -355,6 +400,23 @@ def test_what_is_no_image_or_not_there_is_an_error(tmp_path):
         load_image(tmp_path / "b.png")
 
 
+@pytest.mark.parametrize("name", ["image", "file", "e"])
+def test_a_name_that_is_a_part_of_the_reason_is_named(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(encoded(np.tile(PIXELS, (40, 40, 1)), format="PNG")[:300])
+    with pytest.raises(DataFileError, match=f"^{name}: image file is truncated"):
+        load_image(name)
+    with pytest.raises(FileNotFoundError, match=f"'{name}.png'$"):
+        load_image(f"{name}.png")
+
+
+@pytest.mark.parametrize("load", [load_image, load_audio, load_array])
+def test_what_is_no_file_is_refused(load):
+    says = "a file is a path, bytes or a file object, got a tuple; where elements have more"
+    with pytest.raises(TypeError, match=says):
+        load(("a.png", 3))
+
+
 def test_an_unknown_mode_is_refused(image):
     says = "mode must be 'RGB', 'BGR', 'L', 'I;16' or 'F', got 'rgb'"
     with pytest.raises(ValueError, match=says):
@@ -426,6 +488,14 @@ def test_a_stream_goes_to_its_end(tmp_path, size):
     loaded, _ = load_audio(path)
     # As soundfile takes it, none are none.
     assert np.array_equal(loaded, expected if size else expected[:0])
+
+
+def test_a_recorder_that_was_not_closed_has_its_sound(tmp_path):
+    path = sound(tmp_path / "a.wav", bytes(range(200)))
+    expected, _ = load_audio(path)
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + struct.pack("<I", 8) + data[8:40] + bytes(4) + data[44:])
+    assert np.array_equal(load_audio(path)[0], expected)
 
 
 def test_what_no_sound_has_is_named(tmp_path):
@@ -558,6 +628,72 @@ def test_compressed_sound_is_read_from_any_place(subtype):
         load_audio(file.getvalue()[:1600])
     part, _ = load_audio(file.getvalue(), start=1000, frames=500)
     assert np.array_equal(part, whole[1000:1500])
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        ("AIFF", "PCM_16"), ("AIFF", "FLOAT"), ("AU", "PCM_16"), ("AU", "ULAW"), ("CAF", "PCM_16"),
+        ("W64", "PCM_16"), ("RF64", "PCM_16"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"),
+    ],
+)  # fmt: skip
+def test_a_truncated_sound_of_any_format_is_an_error(kind, subtype):
+    soundfile = needs("soundfile")
+    file = io.BytesIO()
+    samples = np.random.default_rng(7).normal(0, 0.1, 8000)
+    soundfile.write(file, samples, 8000, format=kind, subtype=subtype)
+    data = file.getvalue()
+    expected, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    assert np.array_equal(load_audio(data)[0], expected)
+    says = "truncated" if kind != "FLAC" else "lost sync"
+    with pytest.raises(DataFileError, match=rf"<\d+ bytes>: .*{says}"):
+        load_audio(data[: len(data) * 9 // 10])
+
+
+def test_a_stream_of_another_format_goes_to_its_end():
+    soundfile = needs("soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, np.sin(np.arange(800) / 20), 8000, format="AU", subtype="PCM_16")
+    data = file.getvalue()
+    expected, _ = load_audio(data)
+    assert len(expected) == 800
+    endless = data[:8] + b"\xff" * 4 + data[12:]
+    assert np.array_equal(load_audio(endless)[0], expected)
+
+
+def test_a_flac_stream_without_a_length_is_named():
+    soundfile = needs("soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(800), 8000, format="FLAC", subtype="PCM_16")
+    data = bytearray(file.getvalue())
+    # The number of samples are the last 36 bits before the checksum.
+    data[21] &= 0xF0
+    data[22:26] = bytes(4)
+    with pytest.raises(DataFileError, match=r"bytes>: its header has no length, .* `ffmpeg -i"):
+        load_audio(bytes(data))
+
+
+def mp3(frames, header=b""):
+    """Return an MP3 file of silent frames of 1152 samples, 16 kHz and one channel."""
+    frame = b"\xff\xfb\x10\xc4".ljust(104, b"\0")
+    first = (frame[:4] + bytes(17) + header).ljust(104, b"\0")
+    return (first if header else b"") + frame * frames
+
+
+@pytest.mark.parametrize("tag", [b"", b"ID3\4\0\0\0\0\0\x14" + bytes(20)])
+def test_the_sections_of_an_mp3_file_are_within_it(tag):
+    soundfile = needs("soundfile")
+    data = tag + mp3(9)
+    if "MP3" not in soundfile.available_formats():
+        pytest.skip("this libsndfile reads no MP3")
+    whole, _ = load_audio(data)
+    rng = np.random.default_rng(7)
+    assert {len(load_audio(data, start=rng, frames=len(whole) - 9)[0]) for _ in range(40)} == {
+        len(whole) - 9
+    }
+    announced = mp3(9, b"Info\0\0\0\1\0\0\0\x14")
+    with pytest.raises(DataFileError, match=r"it ends at frame .*, and its header announces"):
+        load_audio(tag + announced)
 
 
 # --- arrays --------------------------------------------------------------------------------------
