@@ -60,16 +60,22 @@ def find_files(*patterns: Path, root: Path | None = None) -> list[str]:
     """
     if not patterns:
         raise TypeError("find_files needs a pattern, such as 'images/**/*.png'")
-    found: set[str] = set()
-    for pattern in patterns:
-        names = _matches(os.fspath(root or ""), os.fspath(pattern))
-        paths = [os.path.join(root or "", _tidied(name)) for name in names]
-        found.update(path for path in paths if os.path.isfile(path))
+    found = _found(patterns, root)
     if not found:
         where = os.getcwd() if root is None else os.fspath(root)
         wanted = " or ".join(repr(os.fspath(pattern)) for pattern in patterns)
         raise FileNotFoundError(f"no file matches {wanted} in {where!r}")
     return sorted(found)
+
+
+def _found(patterns: Sequence[Path], root: Path | None) -> set[str]:
+    """Return the files that match any of some patterns."""
+    found: set[str] = set()
+    for pattern in patterns:
+        names = _matches(os.fspath(root or ""), os.fspath(pattern))
+        paths = [os.path.join(root or "", _tidied(name)) for name in names]
+        found.update(path for path in paths if os.path.isfile(path))
+    return found
 
 
 def _matches(root: str, pattern: str) -> Iterator[str]:
@@ -142,8 +148,8 @@ def image_folder(root: Path, *endings: str) -> tuple[list[tuple[str, int]], list
         raise FileNotFoundError(f"{os.fspath(root)!r} has no folders, and each class is one")
     ends, found = tuple(ending.lower() for ending in endings or _IMAGES), []
     for number, name in enumerate(classes):
-        files = find_files(os.path.join(glob.escape(name), "**"), root=root)
-        images = [(path, number) for path in files if path.lower().endswith(ends)]
+        files = _found([os.path.join(glob.escape(name), "**")], root)
+        images = [(path, number) for path in sorted(files) if path.lower().endswith(ends)]
         if not images:
             raise FileNotFoundError(
                 f"class {name!r} in {os.fspath(root)!r} has no file with one of {ends}"
@@ -224,7 +230,8 @@ def read_list(
     are left out, and repeated lines are kept.
 
     Args:
-        path: Path of the list, in UTF-8. The paths in it are relative to its folder.
+        path: Path of the list, in UTF-8. The paths in it are relative to its folder, and URLs
+            stay as they are.
         label: Function that makes a label of its text. By default labels are ints if all in the
             list are written as ints, otherwise strings.
         columns: Names of the columns with paths and labels in a CSV or TSV file; by default it
@@ -234,8 +241,8 @@ def read_list(
         Paths and labels in the order of the list; the label of a line without one is None.
 
     Raises:
-        ValueError: A line is malformed, or the columns are not clear; the message has the list,
-            the line and the reason.
+        ValueError: There are no paths, a line is malformed or not UTF-8, or the columns are not
+            clear; the message has the list, the line and the reason.
 
     Example:
         >>> import os, pathlib, tempfile
@@ -255,11 +262,20 @@ def read_list(
             raise ValueError(f"{name}: columns are those of a .csv or .tsv file")
         else:
             rows = list(_lines(file, name))
+    if not rows:
+        raise ValueError(f"{name}: there are no paths in this list")
+    for place, own, where in rows:
+        # Names of files need not be UTF-8.
+        if _OTHER.search(own or "") or (_OTHER.search(place) and not _exists(name, place)):
+            raise ValueError(f"{where}: {_NOT_UTF8}")
     if label is None:
         are_ints = all(_INT.fullmatch(own) for _, own, _ in rows if own is not None)
         label = int if are_ints else str
     folder = os.path.dirname(name)
-    return [(os.path.join(folder, file), _label(label, own, where)) for file, own, where in rows]
+    return [
+        (place if _URL.match(place) else os.path.join(folder, place), _label(label, own, where))
+        for place, own, where in rows
+    ]
 
 
 # A path, the text of its label, and the place in the list.
@@ -268,31 +284,46 @@ _Row = tuple[str, str | None, str]
 
 def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator[_Row]:
     """Yield the rows of a CSV or TSV file."""
-    first = file.readline()
+    first, begin = "", 0
+    while not first.strip() and (line := file.readline()):
+        first, begin = line, begin + 1
+    if _OTHER.search(first):
+        raise ValueError(f"{name}, line {begin}: {_NOT_UTF8}")
     file.seek(0)
-    rows = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+    is_tsv = name.lower().endswith(".tsv")
+    delimiter = "\t" if is_tsv else max(",;\t", key=first.count)
+    table = csv.reader(file, delimiter=delimiter, strict=True)
+    rows = (row for row in table if any(field.strip() for field in row))
     try:
         header = [field.strip() for field in next(rows, [])]
         wanted = header if columns is None else list(columns)
         if not 0 < len(wanted) <= 2 or not set(wanted) <= set(header):
             raise ValueError(
-                f"{name}, line 1: give columns=(of paths, of labels); the header has {header}"
+                f"{name}, line {begin}: give columns=(of paths, of labels); the header has {header}"
             )
         is_row = _exists(name, header[0]) or any(map(_INT.fullmatch, header))
-        if columns is None and is_row:
-            raise ValueError(f"{name}, line 1: it must be a header, and {header} looks like a row")
         places = range(len(header)) if columns is None else [*map(header.index, wanted)]
         for row in rows:
-            where = f"{name}, line {rows.line_num}"
-            if row and len(row) != len(header):
+            where = f"{name}, line {table.line_num}"
+            ending = os.path.splitext(header[0])[1]
+            is_row = is_row or (bool(ending) and row[0].strip().endswith(ending))
+            if columns is None and is_row:
+                break
+            if len(row) != len(header):
                 raise ValueError(f"{where}: {len(row)} fields, and {len(header)} in the header")
-            fields = [row[place].strip() for place in places] if row else []
-            if fields and not fields[0]:
+            if is_tsv and any("\n" in field for field in row):
+                raise ValueError(f"{where}: a field has several lines; is a quote not closed?")
+            fields = [row[place].strip() for place in places]
+            if not fields[0]:
                 raise ValueError(f"{where}: the path is empty")
-            if fields:
-                yield fields[0], fields[1] if len(fields) == 2 else None, where
+            yield fields[0], fields[1] or None if len(fields) == 2 else None, where
+        if columns is None and is_row:
+            raise ValueError(
+                f"{name}, line {begin}: it must be a header, and {header} looks like a row; write "
+                "a line such as `path,label` before it"
+            )
     except csv.Error as error:
-        raise ValueError(f"{name}, line {rows.line_num}: {error}") from error
+        raise ValueError(f"{name}, line {table.line_num}: {error}") from error
 
 
 def _lines(file: TextIO, name: str) -> Iterator[_Row]:
@@ -306,7 +337,8 @@ def _lines(file: TextIO, name: str) -> Iterator[_Row]:
                 f"quote a field that contains blanks: {line.rstrip()!r}"
             )
         is_alone = len(fields) == 1
-        if is_alone and "," in fields[0] and not _exists(name, fields[0]):
+        is_table = fields and re.search("[,;]" if is_alone else "[,;]$", fields[0])
+        if is_table and not _exists(name, fields[0]):
             raise ValueError(
                 f"{where}: there is no file {fields[0]!r}; a list with commas has a header, and "
                 "a name that ends with .csv"
@@ -322,6 +354,10 @@ def _exists(name: str, path: str) -> bool:
 
 # 007 is a string: as an int it would be the same as 7.
 _INT = re.compile("-?[1-9][0-9]*|0")
+# What no text has that was written in UTF-8.
+_OTHER = re.compile("[\0\udc80-\udcff]")
+_NOT_UTF8 = "it is not UTF-8: save the list so, or use `iconv -f WINDOWS-1252 -t UTF-8 LIST`"
+_URL = re.compile("[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # A field in double quotes, in single quotes, or as it is.
 _FIELD = re.compile(r"""(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^ \t"'][^ \t]*))(?=[ \t]|$)""")
 
@@ -347,5 +383,5 @@ def _label(make: Callable[[str], Any], text: str | None, where: str) -> Any:
         return None
     try:
         return make(text)
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise ValueError(f"{where}: the label {text!r} is wrong: {error}") from error

@@ -40,7 +40,7 @@ def quoted(text):
 
 
 @pytest.mark.thorough
-@given(st.lists(st.tuples(TEXT, TEXT)), st.sampled_from(["\n", "\r\n"]))
+@given(st.lists(st.tuples(TEXT, TEXT), min_size=1), st.sampled_from(["\n", "\r\n"]))
 def test_whatever_is_in_quotes_comes_back(tmp_path_factory, entries, end):
     path = tmp_path_factory.getbasetemp() / "train.txt"
     lines = [f" {quoted(name)}\t{quoted(label)} # {label}" for name, label in entries]
@@ -124,7 +124,14 @@ def test_a_table_has_a_header(tmp_path, separator):
     [
         ("a.csv", "id,file,label\n0,a,1\n", None, r"line 1: give columns=.*'id', 'file', 'label'"),
         ("a.csv", "file,label\na,1\n", ("file", "class"), "line 1: give columns="),
-        ("a.csv", "", None, "line 1: give columns="),
+        ("a.csv", "", None, "give columns="),
+        ("a.csv", "file,label\n", None, r"a\.csv: there are no paths in this list"),
+        ("a.txt", "# none\n", None, r"a\.txt: there are no paths in this list"),
+        ("a.csv", "d/x.png,cat\nd/y.png,dog\n", None, "line 1: it must be a header, .* like a row"),
+        ("a.csv", "x.png\ny.png\n", None, "line 1: it must be a header"),
+        ("a.tsv", 'file\tlabel\na\t"b\nc\td"\n', None, "line 3: a field has several lines; is a"),
+        ("a.txt", "x.png, 3\n", None, r"line 1: there is no file 'x\.png,'; a list with commas"),
+        ("a.txt", "x.png;3\n", None, r"line 1: there is no file 'x\.png;3'"),
         ("a.csv", "a.png,x\nb.png,y\n", None, "line 1: it must be a header, .* looks like a row"),
         ("a.csv", "d/a.png,3\nb.png,5\n", None, "line 1: it must be a header, .*'d/a.png', '3'"),
         ("a.tsv", "file\tlabel\na\n", None, "line 2: 1 fields, and 2 in the header"),
@@ -140,6 +147,46 @@ def test_a_table_that_is_not_clear_is_refused(tmp_path, name, text, columns, say
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=says):
         read_list(tmp_path / name, label=int, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ("file,label\nx.png,é\n".encode("cp1252"), 2),
+        ("file,label\né.png,x\n".encode("cp1252"), 2),
+        ("fil\xe9,label\nx.png,x\n".encode("cp1252"), 1),
+        ("file,label\nx.png,3\n".encode("utf-16"), 1),
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_table_in_another_encoding_is_refused(tmp_path, data, line, ending):
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(data if ending == "csv" else data.replace(b",", b"\t"))
+    with pytest.raises(ValueError, match=rf"line {line}: it is not UTF-8: .* `iconv -f"):
+        read_list(path)
+
+
+def test_rows_and_fields_without_anything(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("\n \nfile,label\n\na.png,3\n,\n , \nb.png,\n")
+    assert read_list(path) == [(str(tmp_path / "a.png"), 3), (str(tmp_path / "b.png"), None)]
+
+
+def test_only_tabs_divide_a_tsv_file(tmp_path):
+    path = tmp_path / "a.tsv"
+    path.write_text("file\tnames, of, all\na.png\tx, y\n")
+    assert read_list(path) == [(str(tmp_path / "a.png"), "x, y")]
+
+
+def test_a_url_stays_as_it_is(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("file\ns3://b/a.png\nhttps://b/c.png\n")
+    assert [url for url, _ in read_list(path)] == ["s3://b/a.png", "https://b/c.png"]
+
+
+def test_a_label_that_a_table_of_labels_lacks_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.txt, line 2: the label 'dog' is wrong"):
+        listed(tmp_path, "a cat\nb dog\n", label={"cat": 0}.__getitem__)
 
 
 def test_a_path_with_a_comma_is_a_path(tmp_path):
@@ -279,7 +326,7 @@ def test_each_folder_is_a_class(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"class 'a \[x\]' in .* has no file with one of"):
         image_folder(tmp_path, ".jpeg")
     (tmp_path / "c").mkdir()
-    with pytest.raises(FileNotFoundError, match="no file matches 'c/"):
+    with pytest.raises(FileNotFoundError, match=r"class 'c' in .* has no file with"):
         image_folder(tmp_path)
     with pytest.raises(FileNotFoundError, match="has no folders"):
         image_folder(tmp_path / "c")
