@@ -31,6 +31,8 @@ from enqueuer.workers.sources import (
 
 # All shares of a turn together.
 _PARTS = 2**60
+# Parts by which rounded shares may be off after billions of samples.
+_ROUNDED = 2**33
 # Turns that a schedule is looked at ahead, which are enough for shares of a thousandth.
 _AHEAD = 1000
 
@@ -132,11 +134,15 @@ class Turns:
         _, shares = self._run(0)
         self.lags = lags = [lag + share for lag, share in zip(self.lags, shares, strict=True)]
         self.samples += 1
-        ready = [at for at, lag in enumerate(lags) if lag >= self._margin]
+        ready = [at for at, lag in enumerate(lags) if lag >= self._margin - _ROUNDED]
         # Rounding can leave none.
         chosen = ready[0] if len(ready) == 1 else self._first_due(ready or range(len(lags)))
         lags[chosen] -= _PARTS
         return chosen
+
+    def shares(self) -> Sequence[int]:
+        """Return the shares of the next turn."""
+        return self._run(0)[1]
 
     def _first_due(self, ready: Sequence[int]) -> int:
         """Return the source that first should have had its turn."""
@@ -146,9 +152,9 @@ class Turns:
         while True:
             end, shares = self._run(index)
             if end > turn:
-                # Turns until each is due, if these shares stay; 0 if it should have had its turn.
+                # Turns until each is due, if these shares stay.
                 dues = [
-                    -(-need // shares[at]) if need > 0 and shares[at] else (need > 0) * _AHEAD
+                    round(need / shares[at], 6) if shares[at] else (need > 0) * _AHEAD
                     for need, at in zip(needs, ready, strict=True)
                 ]
                 due = min(dues)
@@ -368,12 +374,15 @@ class _Part:
         self._shard = shard
         # How often it was called before, and how many items it has given since.
         self._round = self._delivered = 0
+        # A state of its own is used before `first_item`.
+        self._can_begin = False
         self._open()
+        self._can_begin = self._source.can_begin_anywhere and not is_stateful(self._items)
 
     def _open(self) -> None:
         """Call the generator function, which does not begin to run."""
         part = part_for(self._shard, self.name, self._round)
-        items = self._source.open(part, self._delivered)
+        items = self._source.open(part, self._delivered if self._can_begin else 0)
         # What has a state is iterated later, as one may be loaded first.
         self._items: Any = items if is_stateful(items) else iter(items)
         self._iterator: Iterator[Any] | None = None
@@ -381,7 +390,7 @@ class _Part:
 
     @property
     def is_stateful(self) -> bool:
-        return self._source.can_begin_anywhere or is_stateful(self._items)
+        return self._can_begin or is_stateful(self._items)
 
     def next(self) -> Any:
         """Return the next item, or `_END`."""
@@ -409,17 +418,16 @@ class _Part:
         close(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        can_begin = self._source.can_begin_anywhere
-        state = self._delivered if can_begin else self._items.state_dict()
+        state = self._delivered if self._can_begin else self._items.state_dict()
         return {"round": self._round, "has_ended": self.has_ended, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._round = checks.count("round", state["round"])
         self.has_ended = checks.flag("has_ended", state["has_ended"])
-        if self._source.can_begin_anywhere:
+        if self._can_begin:
             self._delivered = checks.count("state", state["state"])
         self._open()
-        if not self._source.can_begin_anywhere:
+        if not self._can_begin:
             self._iterator, _ = iterate(self._items, state["state"])
         # It had an item, or it would not have a state.
         self._is_empty = False
@@ -489,6 +497,8 @@ class _Mixed:
         # Those that have ended are left out.
         if not names <= known or (self._at_end != "continue" and names != known):
             raise ValueError(f"it has parts {sorted(names)}, and here are {sorted(known)}")
+        if "taken" in state:
+            state = {**state, **self._owed(dict(zip(state["parts"], state["taken"], strict=True)))}
         samples = checks.count("samples", state["samples"])
         lags = dict(zip(state["parts"], map(operator.index, state["lags"]), strict=True))
         if any(abs(lag) >= 2 * _PARTS for lag in lags.values()):
@@ -497,3 +507,10 @@ class _Mixed:
         for part in self._parts:
             part.load_state_dict(state["parts"][part.name])
         self._turns = self._turns_of_rest(samples, [lags[part.name] for part in self._parts])
+
+    def _owed(self, taken: Mapping[str, int]) -> dict[str, Any]:
+        """Return what is owed after so many turns, which versions of fixed weights have saved."""
+        counts = {name: checks.count("taken", count) for name, count in taken.items()}
+        total, shares = sum(counts.values()), self._new_turns([*counts]).shares()
+        pairs = zip(counts.values(), shares, strict=True)
+        return {"samples": total, "lags": [total * part - count * _PARTS for count, part in pairs]}
