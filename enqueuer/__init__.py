@@ -130,7 +130,7 @@ _ELSEWHERE = {
     "adapters.torch": "DataLoader TorchLoader EnqueuerIterableDataset EnqueuerMapDataset",
     "datasets.arrays": "ArraySource",
     "datasets.files": "find_files image_folder load_audio load_image read_list",
-    "datasets.hdf5": "HDF5Source describe pack",
+    "datasets.hdf5": "HDF5Source describe",
 }
 
 # Type checkers see the imports above; with this function they would accept any name.

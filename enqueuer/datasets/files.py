@@ -291,39 +291,52 @@ def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator
         raise ValueError(f"{name}, line {begin}: {_NOT_UTF8}")
     file.seek(0)
     is_tsv = name.lower().endswith(".tsv")
-    delimiter = "\t" if is_tsv else max(",;\t", key=first.count)
-    table = csv.reader(file, delimiter=delimiter, strict=True)
-    rows = (row for row in table if any(field.strip() for field in row))
+    table = csv.reader(
+        file, delimiter="\t" if is_tsv else max(",;\t", key=first.count), strict=True
+    )
+    rows: Iterator[list[str]] = (row for row in table if any(field.strip() for field in row))
     try:
         header = [field.strip() for field in next(rows, [])]
-        wanted = header if columns is None else list(columns)
-        if not 0 < len(wanted) <= 2 or not set(wanted) <= set(header):
-            raise ValueError(
-                f"{name}, line {begin}: give columns=(of paths, of labels); the header has {header}"
-            )
-        is_row = _exists(name, header[0]) or any(map(_INT.fullmatch, header))
-        places = range(len(header)) if columns is None else [*map(header.index, wanted)]
+        places = _places(header, columns, f"{name}, line {begin}")
+        if columns is None:
+            rows = _below(rows, header, _exists(name, header[0]), f"{name}, line {begin}")
         for row in rows:
             where = f"{name}, line {table.line_num}"
-            ending = os.path.splitext(header[0])[1]
-            is_row = is_row or (bool(ending) and row[0].strip().endswith(ending))
-            if columns is None and is_row:
-                break
             if len(row) != len(header):
                 raise ValueError(f"{where}: {len(row)} fields, and {len(header)} in the header")
             if is_tsv and any("\n" in field for field in row):
                 raise ValueError(f"{where}: a field has several lines; is a quote not closed?")
-            fields = [row[place].strip() for place in places]
-            if not fields[0]:
+            path, *label = (row[place].strip() for place in places)
+            if not path:
                 raise ValueError(f"{where}: the path is empty")
-            yield fields[0], fields[1] or None if len(fields) == 2 else None, where
-        if columns is None and is_row:
-            raise ValueError(
-                f"{name}, line {begin}: it must be a header, and {header} looks like a row; write "
-                "a line such as `path,label` before it"
-            )
+            yield path, (label[0] or None) if label else None, where
     except csv.Error as error:
         raise ValueError(f"{name}, line {table.line_num}: {error}") from error
+
+
+def _places(header: list[str], columns: tuple[str, str] | None, where: str) -> list[int]:
+    """Return the places of the columns with paths and labels."""
+    wanted = header if columns is None else list(columns)
+    if not 0 < len(wanted) <= 2 or not set(wanted) <= set(header):
+        raise ValueError(f"{where}: give columns=(of paths, of labels); the header has {header}")
+    return [*range(len(header))] if columns is None else [*map(header.index, wanted)]
+
+
+def _below(
+    rows: Iterator[list[str]], header: list[str], is_file: bool, where: str
+) -> Iterator[list[str]]:
+    """Yield the rows below a header; raise ValueError if that looks like one of them."""
+    first = next(rows, [""])
+    ending = os.path.splitext(header[0])[1]
+    is_alike = ending and first[0].strip().endswith(ending)
+    if is_file or is_alike or any(map(_INT.fullmatch, header)):
+        raise ValueError(
+            f"{where}: it must be a header, and {header} looks like a row; write a line such as "
+            "`path,label` before it"
+        )
+    if any(first):
+        yield first
+    yield from rows
 
 
 def _lines(file: TextIO, name: str) -> Iterator[_Row]:
