@@ -322,7 +322,7 @@ class Restarts:
         limit: Largest number of restarts in a run.
 
     Example:
-        >>> restarts, place = Restarts(most=1), DeathPlace(0, 7, "shard 0, item 7")
+        >>> restarts, place = Restarts(limit=1), DeathPlace(0, 7, "shard 0, item 7")
         >>> restarts.allowed
         True
         >>> restarts.add(place); restarts.allowed

@@ -44,7 +44,7 @@ class ShardSchedule(Generic[W]):
         >>> order = ShardOrder(Epoch(0, starts), range(2), ordered=True)
         >>> schedule.next_step(order) is dead, schedule.place_of(dead, order).text
         (True, 'shard 0, item 5')
-        >>> order.is_over(0); schedule.next_step(order)
+        >>> order.ended(0); schedule.next_step(order)
         True
     """
 

@@ -74,7 +74,7 @@ class TaskSchedule(Generic[W]):
         ...         return own + self.unsent
         ...     def forget(self, worker): del self.tasks[worker]
         >>> workers = [Worker(), Worker()]
-        >>> schedule = TaskSchedule(workers, dispatch := OneEach(), most=1, measure=False)
+        >>> schedule = TaskSchedule(workers, dispatch := OneEach(), limit=1, measure=False)
         >>> order = TaskOrder(Epoch(0), first=0, ordered=True)
         >>> for number in range(4):
         ...     schedule.submit([Ticket(number, 0, (number,))])

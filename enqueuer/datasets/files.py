@@ -14,9 +14,10 @@ import csv
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TextIO, TypeVar
 
+from enqueuer.common import checks
 from enqueuer.datasets.loaders import Path, load_array, load_audio, load_image, random_crop
 from enqueuer.workers.tasks import permutation
 
@@ -176,12 +177,12 @@ def split(
         pairs: What is divided, such as pairs of a path and a label.
         validation: Share of the second part; 0.1 by default.
         random_seed: Seed of the choice; 0 by default.
-        balanced: Whether each label has this share, up to one pair. The label of a pair is its
-            last element.
+        balanced: Whether each label has this share, up to one pair; the seed chooses the labels
+            that have one more. The label of a pair is its last element.
 
     Raises:
         TypeError: `balanced` is True, and there are no pairs, or labels that cannot be compared.
-        ValueError: A part would have nothing.
+        ValueError: `validation` is not between 0 and 1, or a part would have nothing.
 
     Example:
         >>> from enqueuer.datasets.files import split
@@ -190,14 +191,22 @@ def split(
         >>> len(train), sorted(label for _, label in check)
         (6, ['even', 'odd'])
     """
+    checks.integer("random_seed", random_seed, least=0)
+    if not (isinstance(validation, (int, float)) and 0 < validation < 1):
+        raise ValueError(f"validation must be a number between 0 and 1, got {validation!r}")
     groups: dict[Any, list[int]] = {}
+    pair: Any
     for index, pair in enumerate(pairs):
         if balanced and not (isinstance(pair, (tuple, list)) and pair):
             raise TypeError(f"balanced=True needs pairs with a label, got {pair!r}")
-        groups.setdefault(pair[-1] if balanced else None, []).append(index)  # type: ignore[index]
+        if balanced and not isinstance(pair[-1], Hashable):
+            raise TypeError(f"balanced=True needs labels such as ints and texts, got {pair[-1]!r}")
+        groups.setdefault(pair[-1] if balanced else None, []).append(index)
     chosen: set[int] = set()
     seen = 0
-    for number, group in enumerate(groups.values()):
+    by_label = [*groups.values()]
+    for number in permutation(len(by_label), random_seed, len(pairs)):
+        group = by_label[number]
         # The rounding of one label is made good by the next one.
         seen += len(group)
         count = min(len(group), max(0, round(validation * seen) - len(chosen)))
@@ -267,7 +276,7 @@ def read_list(
     for place, own, where in rows:
         # Names of files need not be UTF-8.
         if _OTHER.search(own or "") or (_OTHER.search(place) and not _exists(name, place)):
-            raise ValueError(f"{where}: {_NOT_UTF8}")
+            raise ValueError(f"{where}: {_not_utf8(place + (own or ''))}")
     if label is None:
         are_ints = all(_INT.fullmatch(own) for _, own, _ in rows if own is not None)
         label = int if are_ints else str
@@ -288,14 +297,17 @@ def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator
     while not first.strip() and (line := file.readline()):
         first, begin = line, begin + 1
     if _OTHER.search(first):
-        raise ValueError(f"{name}, line {begin}: {_NOT_UTF8}")
+        raise ValueError(f"{name}, line {begin}: {_not_utf8(first)}")
     file.seek(0)
     is_tsv = name.lower().endswith(".tsv")
-    table = csv.reader(
-        file, delimiter="\t" if is_tsv else max(",;\t", key=first.count), strict=True
-    )
+    # Spreadsheets write the separator into a line of its own.
+    known = re.fullmatch('"?sep=(.)"?', first.strip("\r\n"))
+    delimiter = known[1] if known else "\t" if is_tsv else max(",;\t", key=first.count)
+    table = csv.reader(file, delimiter=delimiter, strict=True)
     rows: Iterator[list[str]] = (row for row in table if any(field.strip() for field in row))
     try:
+        if known:
+            next(rows)
         header = [field.strip() for field in next(rows, [])]
         places = _places(header, columns, f"{name}, line {begin}")
         if columns is None:
@@ -317,7 +329,15 @@ def _table(file: TextIO, name: str, columns: tuple[str, str] | None) -> Iterator
 def _places(header: list[str], columns: tuple[str, str] | None, where: str) -> list[int]:
     """Return the places of the columns with paths and labels."""
     wanted = header if columns is None else list(columns)
-    if not 0 < len(wanted) <= 2 or not set(wanted) <= set(header):
+    if len(header) == 1 and re.search("[,;|\t]", header[0]):
+        raise ValueError(
+            f"{where}: {header[0]!r} is one column; commas, semicolons or tabs separate those of a "
+            ".csv file, and tabs those of a .tsv file"
+        )
+    # The paths come first.
+    is_turned = columns is None and [_is_of_paths(name) for name in header] == [False, True]
+    is_known = 0 < len({*wanted}) == len(wanted) <= 2 and {*wanted} <= {*header}
+    if is_turned or not is_known:
         raise ValueError(f"{where}: give columns=(of paths, of labels); the header has {header}")
     return [*range(len(header))] if columns is None else [*map(header.index, wanted)]
 
@@ -325,18 +345,23 @@ def _places(header: list[str], columns: tuple[str, str] | None, where: str) -> l
 def _below(
     rows: Iterator[list[str]], header: list[str], is_file: bool, where: str
 ) -> Iterator[list[str]]:
-    """Yield the rows below a header; raise ValueError if that looks like one of them."""
-    first = next(rows, [""])
-    ending = os.path.splitext(header[0])[1]
-    is_alike = ending and first[0].strip().endswith(ending)
-    if is_file or is_alike or any(map(_INT.fullmatch, header)):
+    """Return the rows below a header; raise ValueError if that looks like one of them."""
+    if is_file or any(_INT.fullmatch(name) or _PATH.search(name) for name in header):
         raise ValueError(
             f"{where}: it must be a header, and {header} looks like a row; write a line such as "
-            "`path,label` before it"
+            "`path,label` before it, or give columns=(of paths, of labels) if it is one"
         )
-    if any(first):
-        yield first
-    yield from rows
+    return rows
+
+
+def _is_of_paths(name: str) -> bool:
+    """Return whether a column has the name of one of paths."""
+    return bool({"path", "file", "filename", "image"} & set(re.split("[^a-z]+", name.lower())))
+
+
+def _not_utf8(text: str) -> str:
+    encoding = "UTF-16" if "\0" in text else "WINDOWS-1252"
+    return f"it is not UTF-8: save the list so, or use `iconv -f {encoding} -t UTF-8 LIST`"
 
 
 def _lines(file: TextIO, name: str) -> Iterator[_Row]:
@@ -369,7 +394,8 @@ def _exists(name: str, path: str) -> bool:
 _INT = re.compile("-?[1-9][0-9]*|0")
 # What no text has that was written in UTF-8.
 _OTHER = re.compile("[\0\udc80-\udcff]")
-_NOT_UTF8 = "it is not UTF-8: save the list so, or use `iconv -f WINDOWS-1252 -t UTF-8 LIST`"
+# A folder before a name, or an ending of a file.
+_PATH = re.compile(r"[/\\]|\.[A-Za-z0-9]{2,4}$")
 _URL = re.compile("[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # A field in double quotes, in single quotes, or as it is.
 _FIELD = re.compile(r"""(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^ \t"'][^ \t]*))(?=[ \t]|$)""")

@@ -415,11 +415,13 @@ def load_audio(
         count = round(sound.frames * wanted / rate)
         first = _first(start, frames, count, source.name)
         end = count if frames is None else min(first + frames, count)
-        # A section begins and ends where frames of both rates coincide.
+        # A section begins where frames of both rates coincide, and has more than the filter needs.
         step = rate // math.gcd(rate, wanted)
-        begin = first * rate // wanted // step * step
+        margin = 0 if wanted == rate else _FILTER_FRAMES * max(1, rate // wanted)
+        begin = max(0, first * rate // wanted - margin) // step * step
+        stop = min(sound.frames, -(-end * rate // wanted) + margin)
         with source:
-            samples = sound.section(begin, -(-end * rate // wanted // step) * step - begin)
+            samples = sound.section(begin, stop - begin)
     if mono and channels > 1:
         samples = samples.mean(axis=1, dtype=np.float32)
     if wanted != rate:
@@ -447,6 +449,8 @@ def _first(
     return first
 
 
+# Of the lower rate: soxr's filter is shorter on each side.
+_FILTER_FRAMES = 256
 # Lengths in headers that were written before the sound: from here on, whatever the program.
 _UNKNOWN = 2**31 - 2**16
 # Formats of WAV files that are read here, and what extended ones have behind two bytes of theirs.
@@ -538,10 +542,12 @@ class _Decoded:
 
     def __init__(self, file: BinaryIO, name: str, stack: contextlib.ExitStack) -> None:
         soundfile = framework("soundfile", "audio", "0.12", user=f"load_audio({name!r})")
-        is_guessed = _is_guessed(file)
+        is_guessed, announced = _is_guessed(file), _nist_frames(file)
         sound = self._sound = stack.enter_context(soundfile.SoundFile(file))
-        for announced, there in _SHORTER.findall(sound.extra_info):
-            _check_length(int(there), int(announced))
+        for length, there in _SHORTER.findall(sound.extra_info):
+            _check_length(int(there), int(length))
+        if "Seems to be a truncated file" in sound.extra_info or sound.frames < announced:
+            raise EOFError("the file is truncated: its header announces more sound")
         self.samplerate, self.channels, self.frames = sound.samplerate, sound.channels, sound.frames
         if not self.frames and sound.format in ("OGG", "RF64"):
             raise EOFError("it has no sound: the file is truncated, or its stream was not ended")
@@ -570,6 +576,14 @@ class _Decoded:
                 f"announces {self.frames}"
             )
         return samples
+
+
+def _nist_frames(file: BinaryIO) -> int:
+    """Return how many frames the header of a NIST SPHERE file announces; 0 for any other file."""
+    head = file.read(1024)
+    file.seek(0)
+    found = re.search(rb"^sample_count -i (\d+)", head, re.MULTILINE)
+    return int(found[1]) if found and head.startswith(b"NIST_1A") else 0
 
 
 def _is_guessed(file: BinaryIO) -> bool:

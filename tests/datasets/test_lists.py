@@ -129,6 +129,13 @@ def test_a_table_has_a_header(tmp_path, separator):
         ("a.txt", "# none\n", None, r"a\.txt: there are no paths in this list"),
         ("a.csv", "d/x.png,cat\nd/y.png,dog\n", None, "line 1: it must be a header, .* like a row"),
         ("a.csv", "x.png\ny.png\n", None, "line 1: it must be a header"),
+        ("a.csv", "img/a,cat\nimg/b,dog\n", None, "line 1: it must be a header"),
+        ("a.csv", "d/x.png,cat\nd/y.JPG,dog\n", None, "line 1: it must be a header"),
+        ("a.csv", "cat,x.png\ndog,y.png\n", None, "line 1: it must be a header"),
+        ("a.csv", "path|label\nx.png|1\n", None, r"'path\|label' is one column; commas"),
+        ("a.tsv", "path,label\nx.png,1\n", None, "'path,label' is one column; commas"),
+        ("a.csv", "label,path\n1,x.png\n", None, r"give columns=\(of paths, of labels\)"),
+        ("a.csv", "path,path\nx.png,1\n", None, r"give columns=\(of paths, of labels\)"),
         ("a.tsv", 'file\tlabel\na\t"b\nc\td"\n', None, "line 3: a field has several lines; is a"),
         ("a.txt", "x.png, 3\n", None, r"line 1: there is no file 'x\.png,'; a list with commas"),
         ("a.txt", "x.png;3\n", None, r"line 1: there is no file 'x\.png;3'"),
@@ -170,6 +177,12 @@ def test_rows_and_fields_without_anything(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("\n \nfile,label\n\na.png,3\n,\n , \nb.png,\n")
     assert read_list(path) == [(str(tmp_path / "a.png"), 3), (str(tmp_path / "b.png"), None)]
+
+
+def test_a_spreadsheet_may_name_its_separator(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("sep=;\npath;label\na,x.png;3\n")
+    assert read_list(path) == [(str(tmp_path / "a,x.png"), 3)]
 
 
 def test_only_tabs_divide_a_tsv_file(tmp_path):
@@ -221,7 +234,7 @@ def test_many_small_classes_have_the_share_together():
     ("pairs", "options", "error", "says"),
     [
         ([("a", 1)] * 3, {}, ValueError, r"validation=0\.1 of 3 pairs are 0"),
-        ([("a", 1)] * 3, {"validation": 1.5}, ValueError, "of 3 pairs are 3"),
+        ([("a", 1)] * 3, {"validation": 1.5}, ValueError, "between 0 and 1, got 1.5"),
         (["a", "b"], {}, TypeError, "needs pairs with a label, got 'a'"),
     ],
 )

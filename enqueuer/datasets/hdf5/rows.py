@@ -190,7 +190,7 @@ class Layout:
             dtype = np.dtype(object)
         shape = list(map(int, dataset.shape or ()))
         axis = self._axis.get(name, 0) if isinstance(self._axis, Mapping) else self._axis
-        if shape and axis not in range(-len(shape), len(shape)):
+        if shape and (type(axis) is not int or not -len(shape) <= axis < len(shape)):
             raise DataFileError(
                 f"{self.path}: {name!r} of shape {tuple(shape)} has no axis {axis!r}", self.path
             )
