@@ -375,8 +375,9 @@ def _lines(file: TextIO, name: str) -> Iterator[_Row]:
                 f"quote a field that contains blanks: {line.rstrip()!r}"
             )
         is_alone = len(fields) == 1
+        is_quoted = '"' in line or "'" in line
         is_table = fields and re.search("[,;]" if is_alone else "[,;]$", fields[0])
-        if is_table and not _exists(name, fields[0]):
+        if is_table and not is_quoted and not _exists(name, fields[0]):
             raise ValueError(
                 f"{where}: there is no file {fields[0]!r}; a list with commas has a header, and "
                 "a name that ends with .csv"

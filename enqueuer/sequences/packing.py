@@ -257,13 +257,13 @@ def best_fit(sizes: list[int], room: int) -> list[list[int]]:
         size = sizes[at]
         place = bisect.bisect_left(free, (size, 0))
         if place == len(free):
-            left, row = room, len(rows)
+            size_left, row = room, len(rows)
             rows.append([])
         else:
-            left, row = free.pop(place)
+            size_left, row = free.pop(place)
         rows[row].append(at)
-        if left > size:
-            bisect.insort(free, (left - size, row))
+        if size_left > size:
+            bisect.insort(free, (size_left - size, row))
     return rows
 
 

@@ -98,7 +98,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
                 os.chdir("/"); os.environ["NEW"] = "1"
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 logging.getLogger().handlers.clear()
-            yield from range(5)
+            yield from range(5 * shard.index, 5 * shard.index + 5)
 
         before = surroundings()
         for epoch in range(2):
