@@ -67,6 +67,7 @@ def test_the_process_stays_as_it_was(options, tmp_path):
     text = """
         import logging, multiprocessing, os, random, signal, sys, threading
         import numpy as np
+        import threadpoolctl  # which sets a variable of OpenMP when it is imported
         import enqueuer
         from enqueuer import GeneratorEnqueuer, Processes
 
