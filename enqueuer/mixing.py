@@ -247,6 +247,11 @@ def mix(
     # Of equally urgent turns, the first by name is next, in whatever order the dict was built.
     names = sorted(sources)
     schedule = Schedule([1] * len(names) if weights is None else weights, list(sources))
+    if at_end == "restart" and not callable(weights) and 0 in (last := schedule.at(2**62)[0]):
+        raise ValueError(
+            f"the weight of {names[last.index(0)]!r} is 0 in the last stage, so that it might "
+            "never end, and at_end='restart' ends when each has; give another at_end"
+        )
     return Mixture({name: sources[name] for name in names}, schedule, at_end)
 
 

@@ -415,11 +415,8 @@ def load_audio(
         count = round(sound.frames * wanted / rate)
         first = _first(start, frames, count, source.name)
         end = count if frames is None else min(first + frames, count)
-        # A section begins where frames of both rates coincide, and has more than the filter needs.
-        step = rate // math.gcd(rate, wanted)
-        margin = 0 if wanted == rate else _FILTER_FRAMES * max(1, rate // wanted)
-        begin = max(0, first * rate // wanted - margin) // step * step
-        stop = min(sound.frames, -(-end * rate // wanted) + margin)
+        begin, stop = _needed(first, end, rate, wanted)
+        stop = min(stop, sound.frames)
         with source:
             samples = sound.section(begin, stop - begin)
     if mono and channels > 1:
@@ -432,6 +429,17 @@ def load_audio(
     if missing:
         samples = np.pad(samples, [(0, missing)] + [(0, 0)] * (samples.ndim - 1))
     return samples, wanted
+
+
+def _needed(first: int, end: int, rate: int, wanted: int) -> tuple[int, int]:
+    """Return the frames of a file that a section of another rate needs.
+
+    They begin where frames of both rates coincide, and are more than the filter needs.
+    """
+    step = rate // math.gcd(rate, wanted)
+    margin = 0 if wanted == rate else _FILTER_FRAMES * max(1, rate // wanted)
+    begin = max(0, first * rate // wanted - margin) // step * step
+    return begin, -(-end * rate // wanted) + margin
 
 
 def _first(

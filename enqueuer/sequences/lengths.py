@@ -70,6 +70,8 @@ def pad(
                 f"{name!r} has other lengths than the fields before it, so no mask fits all; "
                 "name the fields to pad by value={...}"
             )
+    if "mask" not in padded:
+        raise ValueError("pad() found no field with a length; name one or more by value={...}")
     return padded
 
 
@@ -118,8 +120,11 @@ def _padded(
 def held(value: Any, dtype: np.dtype[Any]) -> Any:
     """Return a value as an element of the dtype; raise ValueError if it is another one there."""
     try:
-        element = np.array(value).astype(dtype)
-        if element.ndim == 0 and np.array_equal(element, value, equal_nan=True):
+        with np.errstate(all="ignore"):
+            element = np.array(value).astype(dtype)
+        # A float may be rounded, but not to infinity.
+        is_rounded = dtype.kind == "f" and np.isfinite(element) == np.isfinite(value)
+        if element.ndim == 0 and (is_rounded or np.array_equal(element, value, equal_nan=True)):
             return element
     except (TypeError, ValueError, OverflowError):
         pass
@@ -139,9 +144,9 @@ def balance(
     """Divide samples of known lengths among ranks, so that all have nearly the same cost.
 
     Each sample, the longest first, goes to the rank with the least cost so far. Each rank has the
-    same number of samples, or one more. The largest cost of a rank is at most 5 % above the mean,
-    unless a few samples have more than that by themselves. The same lengths give the same parts,
-    so each rank finds its own without asking the others.
+    same number of samples, or one more. The largest cost of a rank is at most 5 % above the mean if
+    no sample costs more than 5 % of the mean. The same lengths give the same parts, so each rank
+    finds its own without asking the others.
 
     Args:
         lengths: Length of each sample.

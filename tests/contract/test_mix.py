@@ -431,6 +431,12 @@ def test_an_empty_source_cannot_be_restarted():
         ({"a": first}, {"weights": [1, 2]}, ValueError, "weights must be 1, one for each name"),
         ({"a": first}, {"weights": {"b": 1}}, ValueError, r"for \['a'\], got them for \['b'\]"),
         ({"a": first}, {"weights": [0]}, ValueError, "weight of 'a' must be > 0, got 0; leave"),
+        (
+            {"a": first, "b": second},
+            {"weights": [(4, [1, 1]), (1, [1, 0])], "at_end": "restart"},
+            ValueError,
+            "weight of 'b' is 0 in the last stage",
+        ),
         ({"a": first}, {"weights": [math.inf]}, ValueError, "weight of 'a' must be > 0"),
         ({"a": first}, {"weights": ["x"]}, TypeError, "weight of 'a' must be a number"),
         ({"a": first}, {"weights": 3}, TypeError, "a dict or a list of numbers, got 3"),
