@@ -1,11 +1,9 @@
 """Any damage to a state is a StateMismatch with a short message, or leaves a position."""
 
-import copy
-import functools
 import json
-import math
 
 import pytest
+from damage import LONGEST, damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +13,6 @@ from enqueuer.order.messages import Epoch, Start
 from enqueuer.order.position import SavedPosition, check_format, check_shards, load, save
 from enqueuer.order.ranks import merge_states, of_rank
 
-# What JSON can hold, or a damaged file of it.
-VALUES = [
-    *(None, True, False, "x", "1", "", [], {}, -1, 0, 1, 2.5, math.nan, math.inf, 1e30),
-    *(10**8, 10**12, 10**30, [0], [[0, 3]], [[0, 1, 2, 3]], [1, [2]], {"a": 1}, "long" * 10**5),
-]
-LONGEST = 1100
 SOURCE = {"function": "numbers"}
 SHARDS = {"kind": "GeneratorEnqueuer", "random_seed": 7, "ordered": True, "shards": 3}
 TASKS = {"kind": "OrderedEnqueuer", "random_seed": 7, "ordered": True, "length": 24}
@@ -99,33 +91,6 @@ def test_a_state_that_lacks_a_shard_is_refused():
     for spoilt in ({**state, "positions": [[0, 2]]}, {**state, "ended": []}):
         with pytest.raises(StateMismatch, match="neither a position nor the end of shards"):
             read(spoilt, identity)
-
-
-def places_in(value, path=()):
-    """Yield the path of each value in a nest."""
-    yield path
-    if isinstance(value, (dict, list)):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places_in(part, (*path, key))
-
-
-@st.composite
-def damaged(draw, state):
-    """Return the state with one to three changes."""
-    state = copy.deepcopy(state)
-    for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(list(places_in(state))[1:]))
-        *before, last = path
-        owner = functools.reduce(lambda part, key: part[key], before, state)
-        change = draw(st.sampled_from(["delete", "twice", *range(len(VALUES))]))
-        if change == "delete":
-            del owner[last]
-        elif change == "twice":
-            if isinstance(owner, list):
-                owner.append(copy.deepcopy(owner[last]))
-        else:
-            owner[last] = copy.deepcopy(VALUES[change])
-    return state
 
 
 def check(function, *args):
