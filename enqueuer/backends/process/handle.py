@@ -540,9 +540,9 @@ class Starter:
 
     @functools.cached_property
     def _thread_limits(self) -> dict[str, str]:
-        arguments = self._job.threads_per_worker
-        threads = arguments or self._job.share_of(usage.cpus())
-        return native.limits(threads, arguments is not None, os.environ)
+        explicit = self._job.threads_per_worker
+        threads = explicit or self._job.share_of(usage.cpus())
+        return native.limits(threads, explicit is not None, os.environ)
 
     @functools.cached_property
     def _loaded(self) -> native.Loaded:
