@@ -208,7 +208,7 @@ class ShardSchedule(Generic[W]):
         """
         remaining = order.position().of_shards(successor.shards)
         # A shard that has ended is late in the next epoch, and will be so again.
-        failure = next((other for other in late if other.shard in (remaining.starts or ())), None)
+        failure = next((item for item in late if item.shard in (remaining.starts or ())), None)
         successor.begin(replace(remaining, late=failure))
         for epoch in self._epochs[1:]:
             successor.begin(epoch.of_shards(successor.shards))
