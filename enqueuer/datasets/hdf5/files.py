@@ -324,7 +324,8 @@ def _filters(dataset: Any, lacking: bool = False) -> str:
 def compression_of(dataset: Any) -> str | None:
     """Return the name of the compression of a dataset, or None."""
     known: str | None = dataset.compression
-    return _filters(dataset) if known == "unknown" else known
+    # Which of the two h5py says of a filter that it does not know depends on its version.
+    return (_filters(dataset) or None) if known in (None, "unknown") else known
 
 
 def by_offset(dtype: np.dtype[Any]) -> np.dtype[Any]:
