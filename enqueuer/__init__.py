@@ -123,6 +123,7 @@ _MODULES = {
 
 # Public names of other modules, for the error of one that is looked for here.
 _ELSEWHERE = {
+    "adapters.accelerate": "prepare_data_loader",
     "adapters.cuda": "CudaDataLoader",
     "adapters.jax": "JaxLoader",
     "adapters.keras": "EnqueuerDataset",

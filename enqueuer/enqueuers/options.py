@@ -455,8 +455,8 @@ class Options(Checked):
             of the largest result so far. Processes count the bytes that they send; threads count
             arrays, tensors, strings, numbers and PIL images, also in attributes.
         ordered: True, the default, gives batches in an order that does not depend on timing: one
-            of each shard in turn, or tasks in the order of their elements. False takes the
-            batch that is ready first, so that none that takes long holds up others.
+            of each shard in turn, or tasks in the order of their elements. False takes any
+            batch that is ready, so that none that takes long holds up others.
         on_error: Reaction to an exception of the generator, or of one element. `"raise"`, the
             default: the loop raises it, at the place of the item. `"skip"`: the enqueuer logs it
             with its traceback, counts it in `error_count`, and continues without the item. A
