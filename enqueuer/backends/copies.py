@@ -1,4 +1,4 @@
-"""What each worker process gets a copy of: random generators, and data that the program changes.
+"""What worker processes copy and threads share: random generators, files, data that change.
 
     source -> its functions, what their code uses, attributes, members -> objects, and their paths
 
@@ -10,16 +10,18 @@ here, and nothing is imported.
 from __future__ import annotations
 
 import contextlib
+import dis
 import io
 import random
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator
-from itertools import islice
-from types import FunctionType, MethodType
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from enqueuer.common.objects import is_library, referred_by
+from enqueuer.common.objects import codes_in, is_library, referred_by
 from enqueuer.common.text import an, warn
 from enqueuer.errors import EnqueuerWarning
 from enqueuer.monitoring.duplicates import Digest, digest
@@ -41,6 +43,9 @@ _MAX_OBJECTS = 2000
 _FEW = 5
 # Objects whose values are compared at the beginning of each epoch.
 _MAX_WATCHED = 200
+# Those of `numpy.random` are one or the other.
+_METHODS = BuiltinMethodType, MethodType
+_LOCKS = type(threading.Lock()), type(threading.RLock())
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 # Our DataLoader leaves the seeds to `worker_init_fn`; all iterators of Hugging Face begin alike.
 # HDF5Source opens its files anew in each process.
@@ -68,25 +73,15 @@ class Copies:
             return
         path, generator = found
         kind = f"{type(generator).__module__.partition('.')[0]} {type(generator).__qualname__}"
-        instead = "shard.rng: the generator function may take its shard"
-        if isinstance(self._source, TaskSource):
-            instead = "task.rng: map may take the element and its Task"
         warn(
             f"each worker process gets a copy of {path} ({an(kind)}), and these copies may draw "
-            f"the same random numbers; draw from {instead}",
+            f"the same random numbers; draw from {_instead(self._source)}",
             EnqueuerWarning,
         )
 
     def warn_of_files(self) -> None:
         """Warn if an open file is among them, whose position forked workers would share."""
-        found = next((step for step in _reached(self._source) if _is_open_file(step[1])), None)
-        if found is not None:
-            warn(
-                f"all forked worker processes share {found[0]} ({an(type(found[1]).__qualname__)}) "
-                "and its position, so that each may get parts of what another one reads. Open the "
-                "file in the worker: in the generator function, or in map",
-                EnqueuerWarning,
-            )
+        _warn_of_files(_reached(self._source), "forked worker processes")
 
     def warn_of_changes(self) -> None:
         """Warn, once, if the program has changed one of them since the workers started."""
@@ -104,6 +99,62 @@ class Copies:
             )
 
 
+def warn_of_sharing(source: Source | TaskSource, has_seed: bool) -> None:
+    """Warn of what threads share that each worker should have for itself.
+
+    Args:
+        source: Source of the threads.
+        has_seed: Whether the user gave a seed, and so expects that numbers come again.
+    """
+    reached = [*_reached(source)]
+    # With a lock, the file is probably read by one thread at a time.
+    if not any(isinstance(value, _LOCKS) for _, value in reached):
+        _warn_of_files((step for step in reached if isinstance(step[1], io.IOBase)), "threads")
+    drawn = (path for path, value in reached if _is_generator(value))
+    called = (f"{name} in {path}" for path, value in reached for name in _draws_of(value))
+    if has_seed and (shared := next(chain(drawn, called), None)):
+        warn(
+            f"all threads draw from {shared}, in an order that differs between runs, so "
+            f"random_seed does not repeat its numbers; draw from {_instead(source)}",
+            EnqueuerWarning,
+        )
+
+
+def _warn_of_files(steps: Iterable[Step], workers: str) -> None:
+    found = next((step for step in steps if _is_open_file(step[1])), None)
+    if found is not None:
+        warn(
+            f"all {workers} share {found[0]} ({an(type(found[1]).__qualname__)}) and its "
+            "position, so that each may get parts of what another one reads, or none. Open the "
+            "file in the worker: in the generator function, or in map",
+            EnqueuerWarning,
+        )
+
+
+def _draws_of(function: object) -> Iterator[str]:
+    """Yield the methods of global random generators that code of the user names."""
+    if not isinstance(function, FunctionType) or is_library(function.__module__):
+        return
+    generators = _global_generators()
+    for code in codes_in(function.__code__):
+        name, value = "", None
+        for step in dis.get_instructions(code):
+            if step.opname == "LOAD_GLOBAL":
+                name, value = step.argval, function.__globals__.get(step.argval)
+            elif isinstance(value, ModuleType) and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                name, value = f"{name}.{step.argval}", vars(value).get(step.argval)
+            else:
+                value = None
+            if isinstance(value, _METHODS) and any(value.__self__ is one for one in generators):
+                yield name
+
+
+def _instead(source: Source | TaskSource) -> str:
+    if isinstance(source, TaskSource):
+        return "task.rng: map may take the element and its Task"
+    return "shard.rng: the generator function may take its shard"
+
+
 def _may_change(source: Source | TaskSource) -> bool:
     """Return whether the sequence changes itself, in each process alike."""
     return isinstance(source, TaskSource) and source.follows_epochs
@@ -116,6 +167,8 @@ def _values_of(source: Source | TaskSource) -> dict[str, Digest]:
     with contextlib.suppress(Exception):
         if isinstance(source, TaskSource) and source.is_finite:
             found["the length of the sequence"] = source.length, 0
+            # The content of its elements may not be readable.
+            found["the sequence"] = hash(source.sample()), 0
     for path, value in islice(_reached(source), _MAX_WATCHED):
         if _is_plain(value) or (_is_array(value) and _owns_memory(value)):
             seen = digest(value)
@@ -193,7 +246,10 @@ def _is_generator(value: object) -> bool:
     if kinds.isdisjoint(_KINDS) or isinstance(value, random.SystemRandom):
         return False
     # The workers seed the global ones.
-    drawn = random.random, getattr(sys.modules.get("numpy.random"), "random", None)
-    known = [getattr(function, "__self__", None) for function in drawn]
-    known.append(getattr(sys.modules.get("torch"), "default_generator", None))
+    known = getattr(sys.modules.get("torch"), "default_generator", None), *_global_generators()
     return not any(value is known_one for known_one in known)
+
+
+def _global_generators() -> list[object]:
+    drawn = random.random, getattr(sys.modules.get("numpy.random"), "random", None)
+    return [method.__self__ for method in drawn if isinstance(method, _METHODS)]

@@ -89,6 +89,7 @@ def pickled_source(
                 f"{error}, while the source was pickled. Raise the limit of descriptors "
                 "(`ulimit -n`), or close some"
             ) from error
+        ways = "backend='thread'" if "CUDA" in str(error) else ways
         can_send = functools.partial(_can_send, shared, held)
         for name, value in {"on_error": on_error, "initializer": initializer}.items():
             if not can_send(value):

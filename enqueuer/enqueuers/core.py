@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from enqueuer import exports
+from enqueuer.backends.copies import warn_of_sharing
 from enqueuer.backends.engine import Backend
 from enqueuer.backends.stall import DeadlineExpired
 from enqueuer.common import interrupts
@@ -201,7 +202,11 @@ class Core:
                 workload.rewind()
             run = Run(options, workers, self.owned, self.locks, self.trace, saved)
             _started.add(self)
-            run.backend = run.start_backend(workload.job(workers, first), first)
+            job = workload.job(workers, first)
+            at_once = len(job.plans()) * workload.max_concurrency if workers else 1
+            if options.backend_name == "thread" and (at_once > 1 or job.may_grow):
+                warn_of_sharing(job.source, workload.seed.is_explicit)
+            run.backend = run.start_backend(job, first)
             scaling = Scaling(run, workload) if options.is_auto else None
             self.reader = EpochReader(run, workload, first, scaling)
             for callback in self.callbacks:

@@ -42,7 +42,7 @@ def _warn_of_twins(shard: int, other: int, takes_shard: bool) -> None:
         cause = (
             "Are random numbers drawn from a generator that was made outside (a captured "
             "numpy.random.default_rng, say)? Draw them from shard.rng. Does each shard read the "
-            "same? Use shard.split for its share of the work"
+            "same, or a copy of a file that was opened outside? Use shard.split for its share"
         )
     else:
         cause = (

@@ -222,18 +222,19 @@ class ShardWorkload(Workload):
         """Do nothing: the generator function is called anew."""
 
     def why_empty(self, earlier: int) -> str:
-        source = self.source
-        if earlier and isinstance(source, LiveSource) and isinstance(source.iterable, Iterator):
-            return (
-                "the iterator was read to its end in an earlier epoch, and cannot begin anew; "
-                "pass the generator function itself, GeneratorEnqueuer(batches) instead of "
-                "GeneratorEnqueuer(batches()), which is called for each epoch"
-            )
-        stage = self.source.stage
-        if stage is not None and stage.batch_size is not None and stage.drop_last:
+        source, stage = self.source, self.source.stage
+        is_read = isinstance(source, LiveSource) and isinstance(source.iterable, Iterator)
+        is_new = not (earlier and is_read)
+        if is_new and stage is not None and stage.batch_size is not None and stage.drop_last:
             return (
                 f"no shard had the {stage.batch_size} samples of a batch, and drop_last is True; "
                 "give a smaller batch_size, fewer shards, or drop_last=False"
+            )
+        if is_read:
+            return (
+                "the iterator is at its end, and cannot begin anew; pass the generator function "
+                "itself, GeneratorEnqueuer(batches) instead of GeneratorEnqueuer(batches()), "
+                "which is called for each epoch"
             )
         return "the generator yielded nothing; is there any data where it looks for it?"
 

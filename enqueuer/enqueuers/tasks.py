@@ -21,7 +21,7 @@ from enqueuer.common import interrupts
 from enqueuer.enqueuers.failures import Origin, refuse, rerun_task
 from enqueuer.enqueuers.options import Auto, Concurrency, Options, Seed
 from enqueuer.enqueuers.run import Run
-from enqueuer.enqueuers.workload import EpochWork, Workload, warn_if_shared
+from enqueuer.enqueuers.workload import EpochWork, Workload, warn_if_shared, warn_of_change
 from enqueuer.errors import EnqueuerError, InvalidState, ItemNotPicklable, StateMismatch, WorkerDied
 from enqueuer.order.messages import Epoch, Failure, Start, Ticket
 from enqueuer.order.sequence import TaskOrder
@@ -223,6 +223,7 @@ class TaskEpoch(EpochWork):
         self.number: int = first + start.number
         self._start = start if before is None else Start()
         self._length = length
+        self._sample = self._source.sample()
         self._reader: ElementReader | None = None
         # Failure because of which nothing more can be read.
         self._unread: Failure | None = None
@@ -433,6 +434,9 @@ class TaskEpoch(EpochWork):
             self._keep_in(tasks, self._unread)
 
     def end(self) -> None:
+        # Worker processes have a copy of the list.
+        if self._run.copies is None and self._source.sample(*self._sample[:1]) != self._sample:
+            warn_of_change()
         self._source.end(self._epoch)
 
 

@@ -250,3 +250,13 @@ def warn_if_shared(run: Run, items: object) -> None:
             EnqueuerWarning,
         )
     _READERS[id(items)] = run
+
+
+def warn_of_change() -> None:
+    """Warn that a list was changed while workers fetched elements from it."""
+    warn(
+        "the list was changed during an epoch, which fetches its elements by their places: some "
+        "may have come twice, and others not at all. Change it between epochs (get() and epochs= "
+        "begin the next one early), or give shuffle=True for another order in each epoch",
+        EnqueuerWarning,
+    )

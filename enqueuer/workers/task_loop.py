@@ -214,6 +214,8 @@ class TaskWork:
         except BaseException as error:
             failure: Failure | None = Failure(0, number, error)
         else:
+            if value is None or results is not None:
+                self._note_none(ticket, [value] if results is None else results)
             failure = try_to_send(number, value, self._sender)
         if failure is not None:
             try:
@@ -223,6 +225,20 @@ class TaskWork:
             finally:
                 # Without this, its traceback would refer to itself, through this frame.
                 del failure
+
+    def _note_none(self, ticket: Ticket, results: list[Any]) -> None:
+        """Log the first result that is None, as map may have forgotten to return it."""
+        source = self.source
+        # Errors that are skipped become None, too.
+        if source.has_none or self.on_error != "raise" or type(None) not in map(type, results):
+            return
+        source.has_none = True
+        index = next(i for i, result in zip(ticket.indices, results, strict=True) if result is None)
+        _log.warning(
+            "the result of element %s%s is None, so it is left out, as is each result that is "
+            "None; does map return a value in all its branches?",
+            *(index, source.path_of(index)),
+        )
 
 
 def try_to_send(number: int, value: Any, sender: Sender, shard: int = 0) -> Failure | None:

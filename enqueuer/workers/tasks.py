@@ -63,6 +63,8 @@ class Counted(Protocol[Element]):
     def __getitem__(self, index: Any, /) -> Element: ...
 
 
+# Elements of a list by which a change of it is noticed.
+_MAX_SAMPLED = 4096
 # Methods by which a sequence follows the epochs; those of Keras' base classes do nothing.
 _FOR_EPOCHS = ("on_epoch_begin", "on_epoch_end")
 _KERAS = frozenset({"keras", "tf_keras", "tensorflow"})
@@ -106,6 +108,7 @@ class TaskSource:
         is_async: Whether `map` is an async function.
         is_sequence: Whether workers can fetch single elements, by their index.
         has_labels: Whether an index of the sequence is a label, and `iloc` takes the place.
+        has_none: Whether a result was None, which is logged once.
         begun: Number of epochs whose beginning was announced to the sequence.
         ended: Number of epochs whose end was announced to the sequence.
     """
@@ -124,6 +127,7 @@ class TaskSource:
     is_async: bool = field(init=False)
     is_sequence: bool = field(init=False)
     has_labels: bool = field(init=False)
+    has_none: bool = field(init=False, default=False)
     # These two travel with the sequence, so that each epoch is announced to every copy exactly
     # once.
     begun: int = field(init=False, default=0)
@@ -149,6 +153,17 @@ class TaskSource:
         """Number of elements of a sequence; if it is endless, the largest length of a range."""
         length = length_of(self.items)
         return sys.maxsize if length is None else length
+
+    def sample(self, length: int | None = None) -> tuple[int, ...]:
+        """Return the length of a list, and the identities of elements from all over it.
+
+        Args:
+            length: Number of its first elements; None, the default: all.
+        """
+        if type(self.items) is not list:
+            return ()
+        count = len(self.items) if length is None else length
+        return count, *map(id, self.items[: count : count // _MAX_SAMPLED + 1])
 
     @property
     def may_overlap(self) -> bool:

@@ -255,6 +255,7 @@ def test_another_thread_waits_for_the_turn_to_end_or_warns():
     assert ends == [threading.main_thread()]
 
 
+@pytest.mark.filterwarnings("ignore:all threads draw")
 def test_the_number_of_workers_changes_from_none_and_to_none():
     def make():
         return GeneratorEnqueuer(drawing, workers=2, shards=4, random_seed=7)

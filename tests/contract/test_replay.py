@@ -31,6 +31,7 @@ def failed(**options):
 
 
 @pytest.mark.ahead
+@pytest.mark.filterwarnings("ignore:all threads draw")
 def test_the_item_is_made_again_with_the_same_numbers(backend):
     _, error = failed(**backend)
     before = random.getstate(), np.random.get_state()[1].tolist()
@@ -45,6 +46,7 @@ def test_the_item_is_made_again_with_the_same_numbers(backend):
     assert "worker 1" in origin.worker
 
 
+@pytest.mark.filterwarnings("ignore:all threads draw")
 def test_a_pickled_error_is_replayed_by_an_enqueuer(backend):
     enqueuer, error = failed(**backend)
     copy = pickle.loads(pickle.dumps(error))

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -174,14 +175,28 @@ def test_a_generator_of_torch_is_told_of(process):
         pass
 
 
-def test_an_open_file_that_forked_workers_share_is_told_of(tmp_path):
+@pytest.mark.parametrize("backend", ["thread", Processes(start_method="fork")], ids=str)
+def test_an_open_file_that_workers_share_is_told_of(tmp_path, backend):
     path = tmp_path / "rows.txt"
     path.write_text("a row\n" * 9)
-    options = dict(workers=2, backend=Processes(start_method="fork"))
     with open(path) as file:
         with pytest.warns(EnqueuerWarning, match="share .*the variable 'file'.* Open the file in"):
-            with GeneratorEnqueuer(lambda shard: iter(file.readline, ""), **options):
+            with GeneratorEnqueuer(
+                lambda shard: iter(file.readline, ""), workers=2, backend=backend
+            ):
                 pass
+
+
+def test_a_file_that_threads_read_under_a_lock_is_not(tmp_path, no_warnings):
+    path, lock = tmp_path / "rows.txt", threading.Lock()
+    path.write_text("a row\n" * 9)
+
+    def line(_):
+        with lock:
+            return file.readline()
+
+    with open(path) as file, OrderedEnqueuer(range(9), line, workers=2) as enqueuer:
+        assert len(list(enqueuer)) == 9
 
 
 def test_the_standard_streams_may_be_shared(no_warnings):
@@ -204,6 +219,33 @@ def test_one_worker_has_the_only_generator(process, name, workers, no_warnings):
 
 def test_generators_that_workers_seed_are_not_told_of(process, no_warnings):
     with GeneratorEnqueuer(draws_of_the_globals, workers=2, **process) as enqueuer:
+        assert len(list(enqueuer)) == 2
+
+
+DRAWS = {
+    "module": (lambda shard: iter([random.random()]), r"draw from random\.random in .*shard\.rng"),
+    "numpy": (lambda shard: (np.random.rand() for _ in "ab"), r"draw from np\.random\.rand in"),
+    "function": (draws_of_the_globals, r"draw from np\.random\.rand in draws_of_the_globals"),
+    "own": (of_module, "draw from of_module: the global 'SHARED'"),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_generator_that_threads_share_in_spite_of_a_seed_is_told_of(name):
+    source, says = DRAWS[name]
+    with pytest.warns(EnqueuerWarning, match=f"all threads {says}"):
+        with GeneratorEnqueuer(source, workers=2, random_seed=7):
+            pass
+
+
+def draws_of_its_own(shard):
+    yield np.random.default_rng(shard.seed).random(), random.Random(shard.seed).random()
+
+
+def test_generators_that_threads_do_not_share_are_not_told_of(no_warnings):
+    with GeneratorEnqueuer(draws_of_its_own, workers=2, random_seed=7) as enqueuer:
+        assert len(list(enqueuer)) == 2
+    with GeneratorEnqueuer(draws_of_the_globals, shards=2, random_seed=7) as enqueuer:
         assert len(list(enqueuer)) == 2
 
 

@@ -792,6 +792,7 @@ def test_an_element_that_cannot_be_sent_is_told_in_its_turn(process):
     assert "task 3, element 3" in caught.value.__notes__[0]
 
 
+@pytest.mark.filterwarnings("ignore:all threads draw")
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_a_task_is_done_again_by_replay_as_often_as_one_likes(backend, batch_size):
     def failing(x, task):

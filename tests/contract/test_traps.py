@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pathlib
 import pickle
 import warnings
 
@@ -9,6 +10,7 @@ import pytest
 
 from enqueuer import (
     DuplicateDataWarning,
+    EmptyEpochWarning,
     EnqueuerWarning,
     GeneratorEnqueuer,
     OrderedEnqueuer,
@@ -109,7 +111,8 @@ class OnGpu:
 
 def test_a_source_that_holds_what_is_on_a_gpu_is_not_only_sent_to_fork():
     model = OnGpu()
-    with pytest.raises(SourceNotPicklable, match="A forked process cannot use CUDA"):
+    says = r"or use backend='thread'\. A forked process cannot use CUDA"
+    with pytest.raises(SourceNotPicklable, match=says):
         GeneratorEnqueuer(lambda: iter([model]), backend="process").start()
 
 
@@ -142,6 +145,62 @@ def test_the_error_of_a_list_that_became_shorter_says_so():
                 del elements[5:]
     if hasattr(caught.value, "__notes__"):
         assert "has become shorter meanwhile (5 elements)" in caught.value.__notes__[-1]
+
+
+def read_and_change(change, at, **options):
+    """Read two epochs of a list of 40 paths, and change it in the first one or behind that."""
+    paths = [pathlib.Path(f"{number}.jpg") for number in range(40)]
+    with OrderedEnqueuer(paths, str, workers=2, max_queue_size=2, **options) as enqueuer:
+        for number, _ in enumerate(enqueuer):
+            if number == at:
+                change(paths)
+        if at is None:
+            change(paths)
+        return list(enqueuer), [*map(str, paths)]
+
+
+def test_a_list_that_is_changed_while_threads_read_it_is_told_of():
+    with pytest.warns(EnqueuerWarning, match="the list was changed during an epoch.*shuffle=True"):
+        second, paths = read_and_change(list.reverse, 3)
+    assert second == paths
+
+
+@pytest.mark.parametrize("at", [3, None], ids=["in the epoch", "behind it"])
+def test_a_list_that_becomes_longer_or_changes_between_epochs_is_read_as_it_is(at):
+    change = list.reverse if at is None else lambda paths: paths.append("another.jpg")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second, paths = read_and_change(change, at)
+    assert second == paths
+
+
+def test_a_list_of_objects_that_is_changed_beside_processes_is_told_of(process):
+    with pytest.warns(EnqueuerWarning, match="the sequence was changed since the workers started"):
+        read_and_change(list.reverse, None, **process)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_result_that_is_none_is_logged_once(caplog, size):
+    def load(path):
+        return None if path in ("b", "d") else path
+
+    enqueuer = OrderedEnqueuer(list("abcde"), load, batch_size=size, collate=size and "".join)
+    with enqueuer:
+        assert "".join(enqueuer) == "ace"
+    (text,) = caplog.messages
+    assert text.startswith("the result of element 1 ('b') is None, so it is left out")
+
+
+def test_a_skipped_element_is_not_taken_for_none(caplog):
+    with OrderedEnqueuer([1, 0], lambda x: 1 // x, batch_size=2, on_error="skip") as enqueuer:
+        assert len(list(enqueuer)) == 1
+    assert not [text for text in caplog.messages if "is None" in text]
+
+
+def test_an_iterator_that_was_read_before_is_told_of():
+    used = iter([])
+    with pytest.warns(EmptyEpochWarning, match="the iterator is at its end.*pass the generator"):
+        list(GeneratorEnqueuer(used))
 
 
 def few(shard):
