@@ -256,7 +256,7 @@ def warn_of_change() -> None:
     """Warn that a list was changed while workers fetched elements from it."""
     warn(
         "the list was changed during an epoch, which fetches its elements by their places: some "
-        "may have come twice, and others not at all. Change it between epochs (get() and epochs= "
-        "begin the next one early), or give shuffle=True for another order in each epoch",
+        "may have come twice, and others not at all. Give shuffle=True for another order in each "
+        "epoch, or change it before start() or between epochs; get() and epochs= begin these early",
         EnqueuerWarning,
     )
