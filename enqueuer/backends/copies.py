@@ -107,9 +107,11 @@ def warn_of_sharing(source: Source | TaskSource, has_seed: bool) -> None:
         has_seed: Whether the user gave a seed, and so expects that numbers come again.
     """
     reached = [*_reached(source)]
+    # Of a list of files, each probably belongs to one element or shard.
+    files = (step for step in reached if isinstance(step[1], io.IOBase) and "[" not in step[0])
     # With a lock, the file is probably read by one thread at a time.
     if not any(isinstance(value, _LOCKS) for _, value in reached):
-        _warn_of_files((step for step in reached if isinstance(step[1], io.IOBase)), "threads")
+        _warn_of_files(files, "threads")
     drawn = (path for path, value in reached if _is_generator(value))
     called = (f"{name} in {path}" for path, value in reached for name in _draws_of(value))
     if has_seed and (shared := next(chain(drawn, called), None)):

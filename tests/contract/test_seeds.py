@@ -187,7 +187,7 @@ def test_an_open_file_that_workers_share_is_told_of(tmp_path, backend):
                 pass
 
 
-def test_a_file_that_threads_read_under_a_lock_is_not(tmp_path, no_warnings):
+def test_files_that_threads_read_under_a_lock_or_for_one_element_are_not(tmp_path, no_warnings):
     path, lock = tmp_path / "rows.txt", threading.Lock()
     path.write_text("a row\n" * 9)
 
@@ -197,6 +197,8 @@ def test_a_file_that_threads_read_under_a_lock_is_not(tmp_path, no_warnings):
 
     with open(path) as file, OrderedEnqueuer(range(9), line, workers=2) as enqueuer:
         assert len(list(enqueuer)) == 9
+    with open(path) as file, OrderedEnqueuer([file], lambda one: one.read(), workers=2) as read:
+        assert list(read) == [path.read_text()]
 
 
 def test_the_standard_streams_may_be_shared(no_warnings):
