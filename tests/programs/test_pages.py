@@ -24,7 +24,6 @@ NEEDS = {
     "howto/train_on_several_gpus.rst": ("torch",),
     "howto/train_with_trainers.rst": ("torch",),
     "howto/what_workers_see.rst": ("h5py",),
-    "which_class.rst": ("torch",),
 }
 # How many blocks run; the next one needs a debugger, a cluster, or another package.
 RUN = {
