@@ -624,7 +624,7 @@ def test_a_run_over_other_rows_of_a_file_is_not_resumed(tmp_path, pair, other):
         (
             HDF5Source,
             ["pair.h5", None, 2],
-            "_drop_last _edges _first _identity _is_one _is_tuple _names _path _reader _size _stop "
+            "_drop_last _edges _identity _is_one _is_tuple _names _path _reader _rows _size "
             "_window",
         ),
     ],

@@ -395,7 +395,7 @@ def test_rows_and_slices_are_read(path):
     with pytest.raises(ValueError, match="step"):
         source[::-1]
     for index in ([0, 1], "row", 1.0, None, np.array([0, 1])):
-        with pytest.raises(TypeError, match="by a number or a slice, got"):
+        with pytest.raises(TypeError, match="integer"):
             source[index]
     with pytest.raises(TypeError, match="slice indices must be integers"):
         source[1.5:2]
@@ -791,9 +791,17 @@ def of_bytes(size):
     [
         (of_type, h5py.h5t.UNIX_D32LE, "its type has none like it in numpy .*Time"),
         (of_type, of_bytes(3), "its type has none like it in numpy .*i3"),
-        (with_a_link, h5py.ExternalLink("no.h5", "/x"), r"\(a link to /x in no\.h5\) cannot be"),
-        (with_a_link, h5py.SoftLink("/odd"), r"\(a link to /odd\) cannot be opened: .*too many"),
-        (with_a_link, h5py.SoftLink("/no"), r"\(a link to /no\) cannot be opened: "),
+        (
+            with_a_link,
+            h5py.ExternalLink("no.h5", "/x"),
+            r'\(a link, <ExternalLink to "/x" in file "no\.h5"\W+cannot be',
+        ),
+        (
+            with_a_link,
+            h5py.SoftLink("/odd"),
+            r'\(a link, <SoftLink to "/odd">\) cannot be opened: .*too many',
+        ),
+        (with_a_link, h5py.SoftLink("/no"), r'\(a link, <SoftLink to "/no">\) cannot be opened: '),
     ],
     ids=["time", "three bytes", "file is missing", "circle", "dead link"],
 )
@@ -1041,13 +1049,24 @@ def test_virtual_datasets_of_others_are_read_as_hdf5_reads_them(two, shape, mapp
     assert source[-1].tolist() == expected[-1]
     batches = list(GeneratorEnqueuer(source, shards=3))
     assert sorted(np.concatenate(batches).tolist()) == sorted(expected)
+    (two / "a.h5").unlink()
+    with pytest.raises(DataFileError, match=r"a\.h5: it was there before and is gone"):
+        source[:1]
+
+
+def test_a_packed_file_may_get_another_dataset(simple):
+    with h5py.File(simple, "a") as file:
+        file["more"], file["one"] = -np.arange(60), 1
+    source = HDF5Source(simple)
+    assert source[25] == {"data": 25, "more": -25}
+    assert HDF5Source(simple, ("data", "more"))[25] == (25, -25)
 
 
 def test_a_virtual_dataset_may_show_another_one(two):
     for name, other in (("v.h5", "a.h5"), ("w.h5", "v.h5")):
         virtual(two / name, (10,), (np.s_[:], other))
     assert HDF5Source(two / "w.h5", "x")[:].tolist() == list(range(10))
-    with pytest.raises(DataFileError, match="pack has not made, and may show any file"):
+    with pytest.raises(DataFileError, match=r"pack has not made, .* any file"):
         HDF5Source(two / "w.h5", "x", allow_outside=False)
 
 
@@ -1089,11 +1108,14 @@ def test_rows_in_files_outside_of_the_folder_can_be_refused(tmp_path, leads):
     source = HDF5Source(path, "x")
     assert source[:].tolist() == [0, 1, 2, 3]
     source.close()
-    with pytest.raises(DataFileError, match=r"rows lie in .*elsewhere/b\.h5, outside") as caught:
+    with pytest.raises(DataFileError, match=r"rows .*lie in .*elsewhere/b\.h5, ") as caught:
         HDF5Source(path, "x", allow_outside=False)
     assert caught.value.path == str(path)
-    if leads is not linked_outside:
-        there.unlink()
+    there.unlink()
+    if leads is raw_outside:
+        with pytest.raises(DataFileError, match=r"'x' cannot be read: .*external raw data file"):
+            HDF5Source(path, "x")[:]
+    elif leads is virtual_outside:
         with pytest.raises(DataFileError, match=r"b\.h5.* is missing"):
             HDF5Source(path, "x")
 
@@ -1204,7 +1226,7 @@ def damage(kind, path):
         ("part missing", r"simple\.h5: its part simple\.h5\.parts/shard-00001\.h5 is missing"),
         ("part truncated", r"shard-00001\.h5: truncated"),
         ("part of another", r"shard-00001\.h5: there is no dataset 'data'"),
-        ("part too short", r"shard-00001\.h5: 'data' has 19 rows, but .* reads 20"),
+        ("part too short", r"'data' has shape \(60,\), but its parts have \(59,\)"),
         ("unequal", r"simple\.h5: .*equally many rows, got data: 60, more: 19"),
         ("no rows", r"simple\.h5: there is no dataset with rows"),
     ],
@@ -1277,11 +1299,11 @@ def test_describe_lists_the_datasets(tmp_path):
         packable, tmp_path / "a.h5", shards=4, backend="thread", ragged=["tail"], compression="lzf"
     )
     found = describe(tmp_path / "a.h5")
-    columns = {c.name: (c.shape, c.dtype, c.compression, c.is_virtual) for c in found}
+    columns = {c.name: (c.shape, c.dtype, c.compression) for c in found}
     assert columns == {
-        "global": ((100,), "float64", "lzf", True),
-        "name": ((100,), "text", "lzf", True),
-        "row": ((100,), "int64", "lzf", True),
-        "tail": ((100,), "ragged int16", "lzf", True),
-        "x": ((100, 3), "float32", "lzf", True),
+        "global": ((100,), "float64", "lzf"),
+        "name": ((100,), "text", "lzf"),
+        "row": ((100,), "int64", "lzf"),
+        "tail": ((100,), "ragged int16", "lzf"),
+        "x": ((100, 3), "float32", "lzf"),
     }

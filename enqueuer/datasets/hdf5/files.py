@@ -21,7 +21,7 @@ import stat
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -370,6 +370,29 @@ def kind_of(dtype: Any) -> str:
     if item is not None:
         return f"ragged {by_offset(np.dtype(item))}"
     return str(by_offset(dtype))
+
+
+class RowKind(NamedTuple):
+    """The type that all rows of a dataset have in common.
+
+    Attributes:
+        name: Name of the dtype. For rows of objects it includes their type, which numpy does not
+            compare.
+        shape: Shape of a row.
+        dtype: The dtype in HDF5.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} of shape {self.shape}"
+
+
+def row_kind(dtype: Any, shape: tuple[int, ...]) -> RowKind:
+    """Return the type of the rows of a dataset with a shape."""
+    return RowKind(kind_of(dtype), shape[1:], by_offset(dtype))
 
 
 def readable(dataset: Any) -> Any:

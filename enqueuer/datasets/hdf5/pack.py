@@ -37,9 +37,18 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.descriptors import open_no_link
 from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import datasets_in, guarded, h5py, opened, parts_folder, readable
+from enqueuer.datasets.hdf5.files import (
+    RowKind,
+    datasets_in,
+    guarded,
+    h5py,
+    opened,
+    parts_folder,
+    readable,
+    row_kind,
+)
 from enqueuer.datasets.hdf5.rows import escaped
-from enqueuer.datasets.hdf5.writer import Format, RowKind, Writer, row_kind, storing
+from enqueuer.datasets.hdf5.writer import Format, Writer, storing
 from enqueuer.enqueuers.options import Backends
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch

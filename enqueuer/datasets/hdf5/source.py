@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
-from enqueuer.datasets.hdf5.rows import Axis, ColumnLayout, Layout, RowReader, joined
+from enqueuer.datasets.hdf5.rows import Axis, Layout, RowReader, joined, layout_of
 from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.order.position import fingerprint_of, shortened
@@ -101,8 +102,8 @@ class HDF5Source(Generic[Batch]):
     For `OrderedEnqueuer`, for torch as a map-style dataset, and for yourself it is a sequence of
     rows: `len(source)`, `source[3]`, `source[10:20]`.
 
-    Each process that reads the file opens it. The constructor checks that the file, and all files
-    that it refers to, are whole.
+    Each process that reads the file opens it. The constructor checks that the file and its parts
+    are whole.
 
     Args:
         path: Path of the file, written by `pack` or by any other program; or a list of paths of
@@ -123,10 +124,10 @@ class HDF5Source(Generic[Batch]):
             another one, such as `{"x": -1}` for images of MATLAB. In a batch, rows come first.
         drop_last: Whether to leave out incomplete batches, and, of a shuffled epoch, those that
             not every shard has; False by default.
-        allow_outside: Whether rows may be read from files that are not in the folder of the file:
-            of external links, packed parts and external raw storage. Virtual datasets of other
-            programs are refused then. True by default. Give False for a file that you do not
-            trust, which could show you any file of yours.
+        allow_outside: Whether rows may be read from any file to which this one refers; True by
+            default. Give False for a file that you do not trust, which could show you any file of
+            yours: files that are not in its folder, external raw storage and virtual datasets that
+            `pack` has not made are refused then.
 
     Raises:
         DataFileError: The file, or one that it refers to, is missing, broken or being written; a
@@ -201,19 +202,21 @@ class HDF5Source(Generic[Batch]):
         paths = _absolute(path)
         self._path = paths[0] if len(paths) == 1 else paths
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
-        self._layout, self._columns = _layout_of(paths, _names(keys), bool(allow_outside), axis)
-        self._names = tuple(self._columns)
-        self._first, self._stop = _bounds(rows, self._columns[self._names[0]].shape[0])
+        names = _names(keys)
+        layouts = [layout_of(path, names, bool(allow_outside), axis) for path in paths]
+        self._layout = joined([_together(layout, names is not None) for layout in layouts])
+        self._names = tuple(self._layout.columns)
+        self._rows = _bounds(rows, self._layout.columns[self._names[0]].shape[0])
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
-        window = given or _default_window(self._layout, self._columns, self._size)
+        window = given or _default_window(self._layout, self._size)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
         self._window = window if shuffle else 0
-        self._edges = _edges_of(self._columns, self._rows)
+        self._edges = _edges_of(self._layout, self._rows)
         # The values on which a position in a shard depends.
         self._identity = {
-            "first": self._first,
+            "first": self._rows.start,
             "rows": len(self),
             "batch_size": self._size,
             "window": self._window,
@@ -232,7 +235,7 @@ class HDF5Source(Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return self._stop - self._first
+        return len(self._rows)
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         """Return a row, or the rows of a slice.
@@ -243,19 +246,14 @@ class HDF5Source(Generic[Batch]):
             ValueError: The step of a slice is not positive.
             DataFileError: The row cannot be read.
         """
-        try:
-            found = self._rows[index]
-        except IndexError:
-            raise IndexError(
-                f"row {index} of {self._where} is out of range: it has {len(self)}"
-            ) from None
-        except TypeError:
-            if isinstance(index, slice):
-                raise
-            raise TypeError(f"rows are taken by a number or a slice, got {index!r}") from None
-        if isinstance(found, int):
-            columns = self._own_reader().read([(found, found + 1)])
+        if not isinstance(index, slice):
+            at = operator.index(index)
+            if not -len(self) <= at < len(self):
+                raise IndexError(f"row {at} of {self._where} is out of range: it has {len(self)}")
+            row = self._rows[at]
+            columns = self._own_reader().read([(row, row + 1)])
             return self._formed({name: column[0] for name, column in columns.items()})
+        found = self._rows[index]
         if found.step < 1:
             raise ValueError(f"the step of a slice must be >= 1, got {found.step}")
         return self._formed(self._own_reader().read([(found.start, found.stop)], found.step))
@@ -278,10 +276,6 @@ class HDF5Source(Generic[Batch]):
         self.__dict__.update(state)
 
     @property
-    def _rows(self) -> range:
-        return range(self._first, self._stop)
-
-    @property
     def _where(self) -> str:
         paths = self._path
         return paths if isinstance(paths, str) else f"{paths[0]} and {len(paths) - 1} more"
@@ -292,7 +286,7 @@ class HDF5Source(Generic[Batch]):
         return printable(f"<HDF5Source {self._where} ({keys}), {len(self)} rows>")
 
     def _batches(self, shard: Shard, first: int) -> Generator[Any]:
-        with contextlib.closing(RowReader(self._layout, self._columns)) as reader:
+        with contextlib.closing(RowReader(self._layout)) as reader:
             make = self._shuffled if self._window else self._in_order
             # This frame refers to no batch.
             yield from map(self._formed, make(reader, shard, first))
@@ -341,7 +335,7 @@ class HDF5Source(Generic[Batch]):
         # The windows of a single shard have rows of all pieces.
         wanted = _FEWEST_PIECES
         if shard.count > 1:
-            row_bytes = sum(column.row_bytes for column in self._columns.values())
+            row_bytes = sum(column.row_bytes for column in self._layout.columns.values())
             piece_bytes = int(np.diff(edges).max(initial=0)) * row_bytes
             affordable = _PIECE_BYTES // max(1, piece_bytes)
             wanted = shard.count * min(_PIECES, max(_FEWEST_PIECES, affordable))
@@ -357,7 +351,7 @@ class HDF5Source(Generic[Batch]):
         reader = self._reader
         if reader is None or reader.pid != os.getpid():
             # If two threads come here at a time, one of the readers ends with its last use.
-            reader = self._reader = RowReader(self._layout, self._columns)
+            reader = self._reader = RowReader(self._layout)
         return reader
 
     def _formed(self, found: Mapping[str, Any]) -> Any:
@@ -408,35 +402,19 @@ def _axes(axis: Axis, names: Sequence[str]) -> dict[str, int]:
     return {f"axis of {name}": at for name, at in axes.items() if at}
 
 
-def _bounds(rows: slice | None, count: int) -> tuple[int, int]:
-    if rows is None:
-        return 0, count
-    if not isinstance(rows, slice):
+def _bounds(rows: slice | None, count: int) -> range:
+    if not isinstance(rows, (slice, type(None))):
         raise TypeError(f"rows must be a slice or None, got {rows!r}")
-    start, stop, step = rows.indices(count)
-    if step != 1:
-        raise ValueError(f"the step of rows must be 1, got {step}")
-    return start, max(start, stop)
+    found = range(count)[rows or slice(None)]
+    if found.step != 1:
+        raise ValueError(f"the step of rows must be 1, got {found.step}")
+    return found
 
 
-def _layout_of(
-    paths: Sequence[str], names: Sequence[str] | None, allow_outside: bool, axis: Axis
-) -> tuple[Layout, dict[str, ColumnLayout]]:
-    """Return the layout of the first file, with the stamps of all, and the datasets of all."""
-    layouts = [Layout(path, names, allow_outside, axis) for path in paths]
-    columns = joined([(layout.path, _together(layout, names is not None)) for layout in layouts])
-    for layout in layouts:
-        layouts[0].stamps.update(layout.stamps)
-    return layouts[0], columns
-
-
-def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
-    """Return the datasets that are read together, by their names."""
+def _together(layout: Layout, is_asked: bool) -> Layout:
+    """Return a layout of the datasets that are read together."""
+    layout.check_readable()
     path, columns = layout.path, layout.columns
-    if layout.unreadable:
-        raise DataFileError(
-            f"{path}: {layout.complaint()}; name those that you want with keys=", path
-        )
     if not is_asked:
         columns = {name: column for name, column in columns.items() if column.shape}
     if not columns:
@@ -451,7 +429,8 @@ def _together(layout: Layout, is_asked: bool) -> dict[str, ColumnLayout]:
             "name those that belong together with keys=",
             path,
         )
-    return columns
+    layout.columns = columns
+    return layout
 
 
 def _rows_by_number(reader: RowReader, numbers: np.ndarray) -> Rows:
@@ -537,18 +516,19 @@ def _windows(pieces: np.ndarray, rows: int) -> list[np.ndarray]:
     return np.split(pieces, np.flatnonzero(np.diff(full, prepend=0)) + 1)[:-1]
 
 
-def _edges_of(columns: Mapping[str, ColumnLayout], rows: range) -> np.ndarray:
+def _edges_of(layout: Layout, rows: range) -> np.ndarray:
     """Return the edges of the chunks with these rows."""
     # To read a chunk twice costs most in the column with the largest rows.
-    largest = max(columns.values(), key=lambda column: column.row_bytes)
-    starts = [rows.start, *largest.starts(), rows.stop]
-    return np.unique(np.clip(starts, rows.start, rows.stop))
+    largest = max(layout.columns.values(), key=lambda column: column.row_bytes)
+    starts = [rows.start, *largest.starts(), max(rows.start, rows.stop)]
+    return np.unique(np.clip(starts, rows.start, starts[-1]))
 
 
-def _default_window(layout: Layout, columns: Mapping[str, ColumnLayout], batch_size: int) -> int:
+def _default_window(layout: Layout, batch_size: int) -> int:
     """Return the number of rows that `_WINDOW_BYTES` hold, but at least some batches."""
-    row_bytes = _ROW_BYTES + sum(column.row_bytes for column in columns.values())
-    objects = [column for column in columns.values() if column.dtype.hasobject]
+    columns = layout.columns.values()
+    row_bytes = _ROW_BYTES + sum(column.row_bytes for column in columns)
+    objects = [column for column in columns if column.kind.dtype.hasobject]
     if objects:
         # h5py has no size for text and ragged rows. They cannot be compressed, so their files
         # are at least as large as they are.

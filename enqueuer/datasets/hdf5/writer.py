@@ -12,12 +12,20 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import CHUNK_BYTES, assign, by_offset, guarded, h5py, kind_of
+from enqueuer.datasets.hdf5.files import (
+    CHUNK_BYTES,
+    RowKind,
+    assign,
+    by_offset,
+    guarded,
+    h5py,
+    row_kind,
+)
 from enqueuer.errors import DataFileError
 
 # Estimated size of a row of variable length, in bytes.
@@ -45,34 +53,6 @@ class Format:
     chunk_rows: int | None
     compression: str | int | None
     checksum: bool
-
-
-class RowKind(NamedTuple):
-    """The type that all rows of a key have in common.
-
-    Attributes:
-        name: Name of the dtype. For rows of objects it includes their type, which numpy does not
-            compare.
-        shape: Shape of a row.
-        dtype: The dtype in HDF5.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def __str__(self) -> str:
-        return f"{self.name} of shape {self.shape}"
-
-    @property
-    def item_bytes(self) -> int:
-        """The size of an item of a row; an estimate if it is stored apart from the chunks."""
-        return _APART.get(self.name.split()[0]) or int(self.dtype.itemsize)
-
-
-def row_kind(dtype: Any, shape: tuple[int, ...]) -> RowKind:
-    """Return the type of a dataset of rows."""
-    return RowKind(kind_of(dtype), shape[1:], by_offset(dtype))
 
 
 def by_name(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
@@ -288,7 +268,11 @@ class Writer:
                     f"ragged names {sorted(unknown)}, but the source yields {sorted(kinds)}"
                 )
             # The keys are read together, so all have as many rows in a chunk.
-            largest = max(math.prod(kind.shape) * kind.item_bytes for kind in kinds.values())
+            largest = max(
+                math.prod(kind.shape)
+                * (_APART.get(kind.name.split()[0]) or int(kind.dtype.itemsize))
+                for kind in kinds.values()
+            )
             usual = min(max(1, CHUNK_BYTES // max(1, largest)), _MAX_CHUNK_ROWS)
             self._chunk = self._format.chunk_rows or usual
             self.kinds, self._pending = kinds, {key: [] for key in kinds}
