@@ -214,60 +214,6 @@ def test_a_path_need_not_be_utf8_but_the_name_that_is_written_down_must_be(tmp_p
     assert packed([{"x": [1, 2]}], odd, shards=1, merge=True)["x"][3] == [1, 2]
 
 
-def test_attributes_belong_to_the_file_or_to_a_key(tmp_path):
-    for merge in (False, True):
-        path = tmp_path / f"{merge}.h5"
-        pack([{"x": np.zeros(2)}], path, attributes={"by": "me", "x": {"unit": "mm"}}, merge=merge)
-        of_file, found = contents(path)
-        assert of_file["by"] == "me"
-        assert of_file["enqueuer.shards"] == 1
-        assert found["x"][2] == {"unit": "mm"}
-
-
-@pytest.mark.parametrize(
-    ("attributes", "says"),
-    [
-        ({"a": object()}, "the attribute 'a' cannot be stored in HDF5: "),
-        ({"x": {"a": {1: 2}}}, "the attribute 'x' cannot be stored in HDF5: "),
-        ({"a": np.zeros(100_000)}, "the attribute 'a' cannot be stored in HDF5: "),
-        ({3: 1}, "the attribute 3 cannot be stored in HDF5: "),
-    ],
-)
-def test_attributes_that_cannot_be_stored_are_refused_before_anything_runs(
-    tmp_path, attributes, says
-):
-    def never(shard):
-        raise AssertionError("it ran")
-
-    with pytest.raises(ValueError, match=says):
-        pack(never, tmp_path / "a.h5", attributes=attributes)
-    assert os.listdir(tmp_path) == []
-
-
-def test_attributes_of_missing_keys_are_refused_at_the_first_batch(tmp_path):
-    def batches(shard):
-        yield {"x": [shard.index]}
-        if "go on" not in os.listdir(tmp_path):
-            raise AssertionError("it went on")
-
-    says = r"attributes are for \['y'\], but the keys are \['x'\]"
-    with pytest.raises(ValueError, match=says):
-        packed(batches, tmp_path / "a.h5", attributes={"y": {"unit": "mm"}})
-    (tmp_path / "go on").touch()
-    shards = iter([True, False])
-
-    def interrupted(shard):
-        yield {"x": [shard.index]}
-        if shard.index == 1 and next(shards):
-            raise KeyError("interrupted")
-
-    with pytest.raises(KeyError):
-        packed(interrupted, tmp_path / "a.h5")
-    with pytest.raises(ValueError, match=says):  # of the parts that are there already
-        packed(interrupted, tmp_path / "a.h5", attributes={"y": {"unit": "mm"}})
-    packed(interrupted, tmp_path / "a.h5", attributes={"x": {"unit": "mm"}})
-
-
 def test_chunks_are_along_the_first_axis(tmp_path):
     pack([np.zeros((5000, 100), "uint8")], tmp_path / "a.h5", merge=True)
     pack([np.zeros((5000, 100))], tmp_path / "b.h5", merge=True, chunk_rows=10)
@@ -323,7 +269,7 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": [1]}, {"keys": ["y"]}, ValueError, r"yields no \['y'\]"),
         (([1], [2]), {"keys": ["y"]}, ValueError, "do not name the 2 members"),
         ({"x": [1]}, {"ragged": ["z"]}, ValueError, r"ragged names \['z'\]"),
-        ({"x": [1]}, {"compression": "zip"}, ValueError, "compression must be"),
+        ({"x": [1]}, {"compression": "zip"}, ValueError, "'x' cannot be stored in HDF5: .*zip"),
         ({"x": [1]}, {"keys": "x"}, TypeError, "keys must be names"),
         ({"x": []}, {}, ValueError, "yielded no rows"),
     ],
@@ -351,7 +297,7 @@ def test_rows_of_a_key_must_be_alike(tmp_path, second, says):
 
 
 def test_shards_must_be_alike(tmp_path):
-    with pytest.raises(ValueError, match=r"not alike: .*shard-00000.h5 has 'data': int64"):
+    with pytest.raises(ValueError, match=r"not alike: .*shard-00001.h5: 'data' is float32"):
         packed(lambda shard: [np.zeros(2, "i8" if shard.index == 0 else "f4")], tmp_path / "a.h5")
 
 
@@ -388,11 +334,10 @@ def three(shard):
     yield np.zeros(3)
 
 
-@pytest.mark.parametrize("name", ["pack.json", "finished"])
-def test_a_link_in_the_folder_of_the_parts_is_not_followed(tmp_path, precious, name):
+def test_a_link_in_the_folder_of_the_parts_is_not_followed(tmp_path, precious):
     folder = tmp_path / "a.h5.parts"
     folder.mkdir()
-    (folder / name).symlink_to(precious)
+    (folder / "pack.json").symlink_to(precious)
     before = precious.stat().st_mtime_ns
     with pytest.raises(OSError, match="symbolic link, perhaps of another user"):
         pack(three, tmp_path / "a.h5", shards=2, backend="thread")
@@ -487,9 +432,8 @@ def test_what_a_finished_run_left_is_not_taken_for_a_new_one(tmp_path):
 def test_shards_of_an_unknown_run_are_not_used(tmp_path):
     pack([np.zeros(2)], tmp_path / "a.h5")
     (tmp_path / "a.h5").unlink()
-    (tmp_path / "a.h5.parts" / "finished").unlink()
     (tmp_path / "a.h5.parts" / "pack.json").write_text("{")
-    with pytest.raises(StateMismatch, match="does not describe the run that left the shards"):
+    with pytest.raises(StateMismatch, match="is of a run that was finished"):
         pack([np.ones(2)], tmp_path / "a.h5")
 
 
@@ -572,9 +516,9 @@ def test_bound_values_distinguish_sources(tmp_path, make):
     paths = [Path("a"), {"b": np.arange(3)}, 2.5]
     with pytest.raises(ValueError, match="interrupted"):
         packed(make(1, True, paths), tmp_path / "a.h5")
-    with pytest.raises(StateMismatch, match=r"the source has bound another number\)"):
+    with pytest.raises(StateMismatch, match=r"by a run with another bound number;"):
         packed(make(2, False, paths), tmp_path / "a.h5")
-    with pytest.raises(StateMismatch, match=r"the source has bound another extra\)"):
+    with pytest.raises(StateMismatch, match=r"by a run with another bound extra;"):
         packed(make(1, False, [*paths[:1], {"b": np.arange(4)}, 2.5]), tmp_path / "a.h5")
     found = packed(make(1, False, [Path("a"), {"b": np.arange(3)}, 2.5]), tmp_path / "a.h5")
     assert found["data"][3] == [1] * 4
@@ -610,70 +554,58 @@ def test_a_run_over_other_rows_of_a_file_is_not_resumed(tmp_path, pair, other):
     asked = {"keys": ("x", "y"), "rows": slice(0, 8), "batch_size": 2}
     with pytest.raises(ValueError, match="interrupted"):
         packed(Source(pair, **asked), tmp_path / "a.h5")
-    with pytest.raises(StateMismatch, match="the source has bound another"):
+    with pytest.raises(StateMismatch, match="by a run with another source, "):
         packed(Source(pair, **{**asked, **other}), tmp_path / "a.h5")
     found = packed(Source(pair, **asked), tmp_path / "a.h5")
     assert (found["0"][3], found["1"][3]) == ([*range(8)], [-number for number in range(8)])
 
 
-# The names are those that earlier versions wrote: with others, their runs could not be resumed.
 @pytest.mark.parametrize(
-    ("kind", "arguments", "names"),
-    [
-        (ArraySource, [{"x": np.arange(16)}, 2], "_arrays _count _identity _places"),
-        (
-            HDF5Source,
-            ["pair.h5", None, 2],
-            "_drop_last _edges _identity _is_one _is_tuple _names _path _reader _rows _size "
-            "_window",
-        ),
-    ],
-    ids=["arrays", "hdf5"],
+    ("kind", "data"), [(ArraySource, {"x": np.arange(16)}), (HDF5Source, "pair.h5")]
 )
-def test_a_source_of_this_package_is_resumed(tmp_path, monkeypatch, pair, kind, arguments, names):
+def test_a_source_of_this_package_is_resumed(tmp_path, monkeypatch, pair, kind, data):
     class Source(FailsOnce, kind):
         pass
 
     monkeypatch.chdir(tmp_path)
     # The same object, which has been used.
-    source = Source(*arguments, shuffle=True)
+    source = Source(data, batch_size=2, shuffle=True)
     with pytest.raises(ValueError, match="interrupted"):
         pack(source, "a.h5", shards=4, **THREAD)
-    assert sorted(json.loads(Path("a.h5.parts/pack.json").read_text())["bound"]) == names.split()
+    assert source[0]["x"] == 0
     assert pack(source, "a.h5", shards=4, **THREAD) == 16
 
 
 def test_values_that_are_bound_are_not_written_down(tmp_path):
-    packed(
-        functools.partial(_numbers, number=123454321, extra="secret", fails=False), tmp_path / "a"
-    )
-    written = (tmp_path / "a.parts" / "pack.json").read_text() + str(contents(tmp_path / "a"))
-    assert "secret" not in written.replace(str(tmp_path), "")
-    assert "number" in json.loads((tmp_path / "a.parts" / "pack.json").read_text())["bound"]
+    source = functools.partial(_numbers, number=123454321, extra="secret", fails=True)
+    with pytest.raises(ValueError, match="interrupted"):
+        packed(source, tmp_path / "a")
+    written = (tmp_path / "a.parts" / "pack.json").read_text()
+    assert "bound extra" in written
+    assert "secret" not in written
+    assert "123454321" not in written
 
 
 def test_another_list_does_not_go_on_with_what_the_first_one_left(tmp_path):
-    def appears():
-        yield [1, 2]
-        (tmp_path / "a.h5").touch()  # so that the part is written, and the whole is not
+    def batches(rows, meanwhile):
+        yield rows
+        meanwhile()
 
-    with pytest.raises(FileExistsError):
-        pack(appears(), tmp_path / "a.h5")
+    with pytest.raises(FileExistsError):  # so that the part is written, and the whole is not
+        pack(batches([1, 2], (tmp_path / "a.h5").touch), tmp_path / "a.h5")
     (tmp_path / "a.h5").unlink()
     assert (tmp_path / "a.h5.parts" / "shard-00000.h5").exists()
-    pack((batch for batch in [[3, 4, 5]]), tmp_path / "a.h5")
+    pack(batches([3, 4, 5], int), tmp_path / "a.h5")
     assert HDF5Source(tmp_path / "a.h5", "data")[:].tolist() == [3, 4, 5]
 
 
 def test_a_version_is_compared_instead_of_what_is_bound(tmp_path):
     with pytest.raises(ValueError, match="interrupted"):
         packed(Numbers(1, True), tmp_path / "a.h5", version="1")
-    with pytest.raises(StateMismatch, match=r"version was '1', is '2'"):
+    with pytest.raises(StateMismatch, match="by a run with another version;"):
         packed(Numbers(1, False), tmp_path / "a.h5", version="2")
     found = packed(Numbers(2, False), tmp_path / "a.h5", version="1")["data"][3]
     assert found[:2] == [1, 2]  # the first shard was there, the second was not
-    with pytest.raises(TypeError, match="version must be"):
-        pack([[1]], tmp_path / "b.h5", version=[1])
 
 
 def test_a_path_that_cannot_be_written_is_reported(tmp_path):

@@ -261,15 +261,6 @@ def walk(group: Any, prefix: str = "", seen: set[int] | None = None) -> Iterator
                 yield from walk(item, f"{name}/", seen)
 
 
-def datasets_in(file: Any) -> dict[str, Any]:
-    """Return all datasets of an open file, by their names; raise the error of a damaged one."""
-    found = dict(walk(file))
-    for item in found.values():
-        if isinstance(item, Exception):
-            raise item
-    return found
-
-
 def raw_name(name: str) -> bytes:
     """Return a name as it is in the file; some writers do not use UTF-8."""
     return name.encode("utf-8", "surrogateescape")

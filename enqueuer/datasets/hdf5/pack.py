@@ -2,9 +2,9 @@
 
     source of a shard ==> a worker writes shard-00003.h5 ==> one file that shows all of them
 
-    train.h5.parts/  pack.json      description of the run; locked by the process that packs
+    train.h5.parts/  pack.json      description of the run, empty once the file of all is there;
+                                    locked by the process that packs
                      shard-*.h5     finished parts
-                     finished       exists once the file that shows the parts was written
 
 The unit is the shard: its rows depend on the source, the seed and its number, and not on the worker
 that writes it. The part of a shard appears when it is whole, so an interrupted run can be resumed.
@@ -36,30 +36,21 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.descriptors import open_no_link
-from enqueuer.common.text import an
-from enqueuer.datasets.hdf5.files import (
-    RowKind,
-    datasets_in,
-    guarded,
-    h5py,
-    opened,
-    parts_folder,
-    readable,
-    row_kind,
-)
-from enqueuer.datasets.hdf5.rows import escaped
-from enqueuer.datasets.hdf5.writer import Format, Writer, storing
+from enqueuer.datasets.hdf5.files import guarded, h5py, parts_folder
+from enqueuer.datasets.hdf5.rows import PACKED, Layout, RowReader, escaped, joined
+from enqueuer.datasets.hdf5.writer import Format, Writer
 from enqueuer.enqueuers.options import Backends
 from enqueuer.enqueuers.ordered import OrderedEnqueuer
 from enqueuer.errors import Closed, DataFileError, InvalidState, StateMismatch
 from enqueuer.monitoring.progress import Progress, bar
+from enqueuer.order.position import fingerprint_of
 from enqueuer.workers import sources
 from enqueuer.workers.shards import Shard, fresh_seed
 from enqueuer.workers.sources import FunctionSource, LiveSource, Source, as_source, close
 
 # The default: two or more for each worker of most machines, so that none idles for long.
 _SHARDS = 32
-_MANIFEST, _FINISHED, _PART = "pack.json", "finished", "shard-*.h5"
+_MANIFEST, _PART = "pack.json", "shard-*.h5"
 # Files that this process is packing to, and what stands for the call.
 _running: set[Path] = set()
 _running_lock = threading.Lock()
@@ -79,7 +70,6 @@ def pack(
     chunk_rows: int | None = None,
     compression: str | int | None = None,
     checksum: bool = False,
-    attributes: Mapping[str, Any] | None = None,
     merge: bool = False,
     progress: Progress = False,
     max_restarts: int = 0,
@@ -114,12 +104,11 @@ def pack(
         ragged: Keys whose rows are 1-D arrays of any length.
         chunk_rows: Number of rows in a chunk, which is read from the disk, and compressed, as a
             whole. By default as many as make 1 MiB of the largest key, and at most 1024.
-        compression: None, the default; `"gzip"` (or 0 to 9, its level), or `"lzf"`, which is
-            faster and for h5py only.
+        compression: Compression as in h5py: None, the default; `"gzip"` (or 0 to 9, its level), or
+            `"lzf"`, which is faster and for h5py only.
         checksum: Whether chunks of numbers have checksums, so that a flipped bit is an error;
             False by default. Like compression, it has no effect on strings and ragged rows,
             which HDF5 stores apart.
-        attributes: Attributes of the file. A dict has the attributes of the key of that name.
         merge: Whether to copy all parts into one self-contained file and to remove them. False,
             the default, makes virtual datasets, in no time; file and folder belong together.
         progress: Whether to show a bar. True shows it if standard error is a terminal, and needs
@@ -155,35 +144,24 @@ def pack(
     target = Path(os.path.abspath(path))
     keys, ragged = checks.optional(_names)("keys", keys), _names("ragged", ragged)
     rows = checks.optional(checks.positive)("chunk_rows", chunk_rows)
-    format = Format(keys, bool(batched), ragged, rows, _compression(compression), bool(checksum))
+    format = Format(keys, bool(batched), ragged, rows, compression, bool(checksum))
     opens, count = as_shards(source, shards)
-    attributes = dict(attributes or {})
-    of_keys = _keys_with_attributes(attributes)
     seed = None if random_seed is None else checks.seed(random_seed)
     workers = min(checks.positive("workers", workers), count)
-    run = {**identity(source, version), "random_seed": seed, "shards": count}
-    with begun(target, run | dataclasses.asdict(format), merge) as (folder, drawn):
-        job = PackingJob(opens, str(folder), count, drawn, format, of_keys)
+    run = {"random_seed": seed, "shards": count, **dataclasses.asdict(format)}
+    with begun(target, {**identity(source, version), **run}, merge) as (folder, drawn):
+        job = PackingJob(opens, str(folder), count, drawn, format)
         if isinstance(opens, LiveSource) and version is None:
             # The part may be of another list, which is known only when this one has been read.
             job.part(0).unlink(missing_ok=True)
         write_parts(job, progress, workers=workers, backend=backend, max_restarts=max_restarts)
-        # The seed may have more bits than HDF5's numbers.
-        origin = {**run, "random_seed": str(drawn)}
-        origin = {f"enqueuer.{name}": origin[name] for name in ("source", "random_seed", "shards")}
-        return assemble(target, job, {**origin, **attributes}, merge)
+        return assemble(target, job, merge)
 
 
 def _names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"{argument} must be names in a list or tuple, got {names!r}")
     return tuple(names)
-
-
-def _compression(value: str | int | None) -> str | int | None:
-    if value in (None, "gzip", "lzf") or (type(value) is int and value in range(10)):
-        return value
-    raise ValueError(f"compression must be None, 'gzip', 'lzf' or 0 to 9, got {value!r}")
 
 
 def as_shards(source: Any, shards: int | None) -> tuple[Source, int]:
@@ -227,7 +205,6 @@ class PackingJob:
         shards: Number of shards.
         random_seed: Seed of the shards.
         format: Format of the rows.
-        keys: Keys that the rows must have.
         ended: Not empty once workers should end; threads share it.
     """
 
@@ -236,7 +213,6 @@ class PackingJob:
     shards: int
     random_seed: int
     format: Format
-    keys: frozenset[str]
     ended: list[bool] = field(default_factory=list)
 
     def part(self, index: int) -> Path:
@@ -252,8 +228,7 @@ class PackingJob:
         """
         path = self.part(index)
         if path.exists():
-            kinds, rows = _content_of(path)
-            self._check(kinds)
+            rows = _layout_of(path).rows
             advance(rows)
             return rows
         # The task has the same index, and so the same seeds: global generators fit as well.
@@ -264,33 +239,20 @@ class PackingJob:
             stack.callback(close, items)
             writer = Writer(file, self.format, str(path))
             for rows in writer.write(item for item in items if item is not None):
-                self._check(writer.kinds)
                 advance(rows)
                 if self.ended:
                     raise Closed("packing was ended")
-            file.attrs["rows"] = writer.rows
         return writer.rows
 
-    def _check(self, kinds: Mapping[str, RowKind]) -> None:
-        if kinds and (unknown := sorted(self.keys - kinds.keys())):
-            raise ValueError(f"attributes are for {unknown}, but the keys are {sorted(kinds)}")
 
-
-@contextlib.contextmanager
-def _opened_part(path: Path) -> Iterator[Any]:
-    """Open a part; the error of a broken one says to remove it."""
+def _layout_of(part: Path) -> Layout:
+    """Return the layout of a part; the error of a broken one says to remove it."""
     try:
-        with opened(path) as file, guarded(path):
-            yield file
+        found = Layout(str(part))
+        found.check_readable()
     except DataFileError as error:
-        raise DataFileError(f"{error}; remove this part and pack again", str(path)) from error
-
-
-def _content_of(path: Path) -> tuple[dict[str, RowKind], int]:
-    """Return the types of the keys of a part, and its number of rows."""
-    with _opened_part(path) as file:
-        found = {key: row_kind(item.dtype, item.shape) for key, item in datasets_in(file).items()}
-        return found, int(file.attrs["rows"])
+        raise DataFileError(f"{error}; remove this part and pack again", str(part)) from error
+    return found
 
 
 def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
@@ -316,98 +278,61 @@ def write_parts(job: PackingJob, progress: Progress, **options: Any) -> None:
             job.ended.append(True)
 
 
-def assemble(target: Path, job: PackingJob, attributes: Mapping[str, Any], merge: bool) -> int:
+def assemble(target: Path, job: PackingJob, merge: bool) -> int:
     """Make one file of all parts; return its number of rows.
 
     Args:
         target: Path of the file.
         job: The work; all of its parts exist.
-        attributes: Attributes of the file; a mapping has those of a key.
         merge: Whether the file has a copy of the parts, rather than showing them.
 
     Raises:
         ValueError: The parts are not alike, or have no rows.
     """
-    kinds, rows = _alike([job.part(index) for index in range(job.shards)])
+    layouts = [_layout_of(job.part(index)) for index in range(job.shards)]
+    if not any(layout.columns for layout in layouts):
+        # Otherwise the same call would not run a source that was fixed since.
+        _remove(Path(job.folder), _PART)
+        raise ValueError("the source yielded no rows, so there is nothing to pack")
+    try:
+        shown = joined([layout for layout in layouts if layout.columns])
+    except DataFileError as error:
+        raise ValueError(
+            f"the shards are not alike: {error}; fix the source, and remove {job.folder}"
+        ) from error
     with whole(target, Path(job.folder)) as file:
         if merge:
-            ragged = tuple(key for key, kind in kinds.items() if kind.name.startswith("ragged"))
+            kinds = {key: column.kind.name for key, column in shown.columns.items()}
+            ragged = tuple(key for key, name in kinds.items() if name.startswith("ragged"))
             format = dataclasses.replace(job.format, keys=None, batched=True, ragged=ragged)
-            for _ in Writer(file, format, str(target)).write(_batches_of(rows, kinds)):
+            for _ in Writer(file, format, str(target)).write(_batches_of(shown)):
                 pass
         else:
-            _show(file, rows, kinds)
-        _set_attributes(file, attributes)
+            _show(file, shown, target)
+        # The seed may have more bits than HDF5's numbers.
+        file.attrs.update({PACKED: job.shards, "enqueuer.random_seed": str(job.random_seed)})
         must_be_new(target)
-    return sum(rows.values())
+    return shown.rows
 
 
-def _alike(parts: Sequence[Path]) -> tuple[dict[str, RowKind], dict[Path, int]]:
-    """Return the types of the keys in all parts, and the number of rows of the parts with rows."""
-    contents = {path: _content_of(path) for path in parts}
-    rows = {path: count for path, (_, count) in contents.items() if count}
-    if not rows:
-        # Otherwise the same call would not run a source that was fixed since.
-        for path in parts:
-            path.unlink()
-        raise ValueError("the source yielded no rows, so there is nothing to pack")
-    first = next(iter(rows))
-    kinds = contents[first][0]
-    for path in rows:
-        if contents[path][0] != kinds:
-            shown = (
-                f"{at} has {', '.join(f'{key!r}: {kind}' for key, kind in contents[at][0].items())}"
-                for at in (first, path)
-            )
-            raise ValueError(
-                f"the shards are not alike: {', and '.join(shown)}; fix the source, and remove "
-                f"{path.parent}"
-            )
-    return kinds, rows
+def _batches_of(shown: Layout) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all parts, as many at a time as a chunk has."""
+    step = next(iter(shown.columns.values())).stretches[0].chunk
+    with contextlib.closing(RowReader(shown)) as reader:
+        for start in range(0, shown.rows, step):
+            yield reader.read([(start, min(start + step, shown.rows))])
 
 
-def _batches_of(rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all parts, a chunk at a time."""
-    for path, count in rows.items():
-        with _opened_part(path) as file:
-            columns = {key: readable(file[key]) for key in kinds}
-            step = file[next(iter(kinds))].chunks[0]
-            for start in range(0, count, step):
-                yield {key: column[start : start + step] for key, column in columns.items()}
-
-
-def _show(file: Any, rows: Mapping[Path, int], kinds: Mapping[str, RowKind]) -> None:
+def _show(file: Any, shown: Layout, target: Path) -> None:
     """Make virtual datasets of the rows of all parts."""
-    for key, kind in kinds.items():
-        layout = h5py.VirtualLayout((sum(rows.values()), *kind.shape), kind.dtype)
-        start = 0
-        for part, count in rows.items():
+    for key, (shape, kind, stretches) in shown.columns.items():
+        layout = h5py.VirtualLayout(shape, kind.dtype)
+        for at in stretches:
             # The path is relative, so that file and parts can be moved together.
-            name, shape = escaped(f"{part.parent.name}/{part.name}"), (count, *kind.shape)
-            source = h5py.VirtualSource(name, escaped(key), shape, kind.dtype)
-            layout[start : start + count] = source
-            start += count
+            name = escaped(os.path.relpath(at.path, target.parent))
+            there = (at.stop - at.start, *kind.shape)
+            layout[at.start : at.stop] = h5py.VirtualSource(name, escaped(key), there, kind.dtype)
         file.create_virtual_dataset(key, layout)
-
-
-def _keys_with_attributes(attributes: Mapping[str, Any]) -> frozenset[str]:
-    """Return the keys that get attributes; raise ValueError if some cannot be stored.
-
-    That is an error now, and not after all rows were written.
-    """
-    with h5py.File("attributes", "w", driver="core", backing_store=False) as file:
-        _set_attributes(file, attributes)
-    return frozenset(name for name, value in attributes.items() if isinstance(value, Mapping))
-
-
-def _set_attributes(file: Any, attributes: Mapping[str, Any]) -> None:
-    for name, value in attributes.items():
-        with storing(f"the attribute {name!r}"):
-            if isinstance(value, Mapping):
-                owner = file[name] if name in file else file.create_group(name)
-                owner.attrs.update(value)
-            else:
-                file.attrs[name] = value
 
 
 # --- an interrupted run ---
@@ -423,21 +348,13 @@ def identity(source: Any, version: str | int | None) -> dict[str, Any]:
         source: The source.
         version: Version of its rows. None: the values that it has bound are described.
     """
-    if not (version is None or isinstance(version, (str, int))):
-        raise TypeError(f"version must be a text, a number or None, got {version!r}")
+    found = {"source": fingerprint_of(source), "version": version}
     bound = _bound(source) if version is None and callable(source) else {}
-    digests = {name: digest for name, value in bound.items() if (digest := _digest(value))}
-    return {"source": source_name(source), "version": version, "bound": digests}
-
-
-def source_name(source: Any) -> str:
-    """Return the name of a source."""
-    while isinstance(source, functools.partial):
-        source = source.func
-    # A generator has a name, but no module.
-    is_named = callable(source) and hasattr(source, "__qualname__")
-    named = source if is_named else type(source)
-    return f"{named.__module__}.{named.__qualname__}"
+    for name, value in bound.items():
+        # Only a hash is kept, as values may be secret, and the folder may be copied with the data.
+        text = repr(_plain(value)).encode("utf-8", "surrogatepass")
+        found[f"bound {name}"] = hashlib.sha256(text).hexdigest()[:16]
+    return found
 
 
 def _bound(source: Any) -> dict[str, Any]:
@@ -455,18 +372,9 @@ def _bound(source: Any) -> dict[str, Any]:
     return dict(getattr(source, "__dict__", {}))
 
 
-def _digest(value: Any) -> str | None:
-    """Return the same text for the same value in every run; None if that is not possible."""
-    try:
-        text = repr(_plain(value))
-    except TypeError:
-        return None
-    # Only a hash is kept, as values may be secret, and the folder may be copied with the data.
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, slice)):
+    """Return a value whose `repr` is the same in every run; None if it may differ."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, range, slice)):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -476,7 +384,7 @@ def _plain(value: Any) -> Any:
         return [(_plain(key), _plain(item)) for key, item in value.items()]
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest()
-    raise TypeError(f"{an(type(value).__name__)} may differ from run to run")
+    return None
 
 
 @contextlib.contextmanager
@@ -525,8 +433,7 @@ def begun(target: Path, run: Mapping[str, Any], merge: bool) -> Iterator[tuple[P
             return
         # Workers that were killed and replaced may have left files.
         _remove(folder, "*.tmp")
-        with open(folder / _FINISHED, "ab", opener=open_no_link):
-            pass
+        file.truncate(0)
 
 
 def _make_folder(folder: Path) -> None:
@@ -551,36 +458,33 @@ def _resumed_seed(folder: Path, file: IO[bytes], run: Mapping[str, Any]) -> int:
     Raises:
         StateMismatch: Existing parts are of another run.
     """
+    now = json.loads(json.dumps(run))
     file.seek(0)
-    before = _loads(file.read(), folder) if any(folder.glob(_PART)) else None
-    now = {"manifest": 1, **json.loads(json.dumps(run))}
+    before: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        before = json.loads(file.read())
+    has_parts = any(folder.glob(_PART))
     if now["random_seed"] is None:
-        now["random_seed"] = fresh_seed() if before is None else before["random_seed"]
-    if before is None:
+        now["random_seed"] = before.get("random_seed") if has_parts else fresh_seed()
+    if not has_parts:
         file.truncate(0)
         file.write(json.dumps(now, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
         sync(folder)
-    elif differences := "; ".join(_differences(before, now)):
+    elif not before:
         raise StateMismatch(
-            f"{folder} was left by another run ({differences}); give the same arguments to "
-            "resume it, or remove the folder to begin anew"
+            f"{folder} is of a run that was finished, and its file is gone; put that back, or "
+            "remove the folder to begin anew"
+        )
+    elif before != now:
+        others = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        raise StateMismatch(
+            f"{folder} was left by a run with another {', '.join(others)}; give the same arguments "
+            "to resume it, or remove the folder to begin anew"
         )
     seed: int = now["random_seed"]
     return seed
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in now.items():
-        old = before.get(name)
-        if name == "bound":
-            old = old or {}
-            others = [key for key in {**old, **value} if old.get(key) != value.get(key)]
-            if others:
-                yield f"the source has bound another {', '.join(others)}"
-        elif value != old:
-            yield f"{name} was {old!r}, is {value!r}"
 
 
 def check_target(target: Path, merge: bool) -> None:
@@ -606,7 +510,7 @@ def must_be_new(target: Path) -> None:
 
 def _remove(folder: Path, *patterns: str) -> None:
     """Remove files of these names; without names, all files of packing and the empty folder."""
-    for pattern in patterns or (_PART, "*.tmp", _MANIFEST, _FINISHED):
+    for pattern in patterns or (_PART, "*.tmp", _MANIFEST):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
     if not patterns:
@@ -626,23 +530,6 @@ def _lock(file: Any, target: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise InvalidState(f"another process is packing to {target}") from None
-
-
-def _loads(text: bytes, folder: Path) -> dict[str, Any]:
-    """Read the description of the run that left the parts."""
-    if (folder / _FINISHED).exists():
-        raise StateMismatch(
-            f"{folder} is of a run that was finished, and its file is gone; put that back, or "
-            "remove the folder to begin anew"
-        )
-    try:
-        found: dict[str, Any] = json.loads(text)
-        return {"random_seed": found["random_seed"], **found}
-    except (ValueError, KeyError, TypeError):
-        raise StateMismatch(
-            f"{folder / _MANIFEST} does not describe the run that left the shards; remove the "
-            "folder to begin anew"
-        ) from None
 
 
 # --- writing a file ---

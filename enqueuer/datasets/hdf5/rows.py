@@ -73,8 +73,7 @@ Part: TypeAlias = tuple[Stretch, int, int]
 Axis: TypeAlias = int | Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class ColumnLayout:
+class ColumnLayout(NamedTuple):
     """One dataset, and where its rows lie.
 
     Attributes:
@@ -232,6 +231,11 @@ class Layout:
         ):
             raise _refusal(self.path, f"some of its rows lie in {path}, outside of its folder")
         self.stamps.setdefault(path, _stamp(path))
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the first dataset."""
+        return next((column.shape[0] for column in self.columns.values()), 0)
 
     @property
     def has_virtual(self) -> bool:

@@ -206,7 +206,7 @@ class HDF5Source(Generic[Batch]):
         layouts = [layout_of(path, names, bool(allow_outside), axis) for path in paths]
         self._layout = joined([_together(layout, names is not None) for layout in layouts])
         self._names = tuple(self._layout.columns)
-        self._rows = _bounds(rows, self._layout.columns[self._names[0]].shape[0])
+        self._rows = _bounds(rows, self._layout.rows)
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
         given = checks.optional(checks.positive)("window", window)
@@ -533,5 +533,5 @@ def _default_window(layout: Layout, batch_size: int) -> int:
         # h5py has no size for text and ragged rows. They cannot be compressed, so their files
         # are at least as large as they are.
         files = sum(size for size, _ in layout.stamps.values())
-        row_bytes += len(objects) * _OBJECT_BYTES + files // max(1, objects[0].shape[0])
+        row_bytes += len(objects) * _OBJECT_BYTES + files // max(1, layout.rows)
     return max(_WINDOW_BYTES // row_bytes, _WINDOW_BATCHES * batch_size)

@@ -296,7 +296,7 @@ class Writer:
         chunk = min(self._chunk, count)
         if not self._datasets:
             for key, kind in self.kinds.items():
-                with storing(repr(key)):
+                with _storing(key):
                     self._datasets[key] = self._file.create_dataset(
                         key,
                         shape=(0, *kind.shape),
@@ -312,22 +312,22 @@ class Writer:
             pending = self._pending[key]
             rows = pending[0] if len(pending) == 1 else np.concatenate(pending)
             self._pending[key] = [rows[count:]]
-            with storing(repr(key)), guarded(self._where):
+            with _storing(key), guarded(self._where):
                 dataset.resize(self._written + count, axis=0)
                 _put(dataset, self._written, rows[:count])
         self._written += count
 
 
 @contextlib.contextmanager
-def storing(what: str) -> Iterator[None]:
-    """Convert an error of h5py that a value has caused to a ValueError with its name."""
+def _storing(key: str) -> Iterator[None]:
+    """Convert an error of h5py that a value has caused to a ValueError with its key."""
     try:
         yield
     except DataFileError:
         raise
     # A chunk of more than 4 GiB is refused, for example.
     except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise ValueError(f"{what} cannot be stored in HDF5: {error}") from error
+        raise ValueError(f"{key!r} cannot be stored in HDF5: {error}") from error
 
 
 def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
