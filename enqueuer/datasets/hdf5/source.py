@@ -22,7 +22,7 @@ import operator
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, Generic, SupportsIndex, TypedDict, TypeVar, overload
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -31,28 +31,14 @@ from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
 from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
 from enqueuer.datasets.hdf5.rows import Axis, Layout, RowReader, joined, layout_of
-from enqueuer.enqueuers.options import Unpack
 from enqueuer.errors import DataFileError
 from enqueuer.order.position import fingerprint_of, shortened
 from enqueuer.workers.shards import Shard
 from enqueuer.workers.tasks import steps_in
 
-Batch = TypeVar("Batch")
-Array = np.ndarray[Any, Any]
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
 Rows = Mapping[str, np.ndarray]
-
-
-class HDF5Options(TypedDict, total=False):
-    """Types of the options of `HDF5Source` that do not change the type of a batch."""
-
-    shuffle: bool
-    window: int | None
-    rows: slice | None
-    axis: Axis
-    drop_last: bool
-    allow_outside: bool
 
 
 # The default window. A worker holds at most twice as much, and its first batch waits until it is
@@ -89,7 +75,7 @@ _ADVICE = {
 
 
 @checks.suggests_options
-class HDF5Source(Generic[Batch]):
+class HDF5Source:
     """The rows of an HDF5 file: a generator function of a shard, and a sequence.
 
     For `GeneratorEnqueuer` it yields batches. Without `shuffle` these are the slices of the file,
@@ -154,38 +140,6 @@ class HDF5Source(Generic[Batch]):
         >>> folder.cleanup()
     """
 
-    @overload
-    def __init__(
-        self: HDF5Source[Array],
-        path: Paths,
-        keys: str,
-        batch_size: int = 32,
-        **options: Unpack[HDF5Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: HDF5Source[tuple[Array, ...]],
-        path: Paths,
-        keys: tuple[str, ...],
-        batch_size: int = 32,
-        **options: Unpack[HDF5Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: HDF5Source[dict[str, Array]],
-        path: Paths,
-        keys: list[str] | None = None,
-        batch_size: int = 32,
-        **options: Unpack[HDF5Options],
-    ) -> None: ...
-    @overload
-    def __init__(
-        self: HDF5Source[Any],
-        path: Paths,
-        keys: Sequence[str] | None = None,
-        batch_size: int = 32,
-        **options: Unpack[HDF5Options],
-    ) -> None: ...
     def __init__(
         self,
         path: Paths,
@@ -228,7 +182,7 @@ class HDF5Source(Generic[Batch]):
         # names and values.
         self._reader: RowReader | None = None
 
-    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Batch]:
+    def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
         """Return an iterator over the batches of a shard from one on; it has a `state_dict`."""
         begin = functools.partial(self._batches, shard)
         return ShardBatches(begin, self._identity, _ADVICE, first_item)
@@ -360,8 +314,8 @@ class HDF5Source(Generic[Batch]):
         return tuple(found.values()) if self._is_tuple else found
 
 
-@fingerprint_of.register(HDF5Source)
-def _fingerprint_of(source: HDF5Source[Any]) -> dict[str, Any]:
+@fingerprint_of.register
+def _fingerprint_of(source: HDF5Source) -> dict[str, Any]:
     # A batch that is a dict is the same with its keys in another order.
     names = source._names if source._is_tuple else sorted(source._names)
     name, keys = type(source).__qualname__, shortened(", ".join(names))
