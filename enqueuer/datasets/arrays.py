@@ -135,7 +135,7 @@ class ArraySource:
             for step in range(shard.index, steps, shard.count)[at:]:
                 yield self._batch(indices[step * size : (step + 1) * size])
 
-        return ShardBatches(begin, self._identity, first=first_item)
+        return ShardBatches(begin, self._identity, first_item)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -263,21 +263,14 @@ class ShardBatches(Iterator[Any]):
     Args:
         begin: Function that yields the batches from a number on.
         identity: Values on which a position depends.
-        advice: What to do if one of these values differs, by its name; `{}` stands for the value
-            in the state.
         first: Number of the batch to begin with.
     """
 
     def __init__(
-        self,
-        begin: Callable[[int], Generator[Any]],
-        identity: Mapping[str, int],
-        advice: Mapping[str, str] | None = None,
-        first: int = 0,
+        self, begin: Callable[[int], Generator[Any]], identity: Mapping[str, int], first: int
     ) -> None:
         self._begin = begin
         self._identity = identity
-        self._advice = advice or {}
         self._batches = begin(first)
         self._next = first
 
@@ -304,9 +297,9 @@ class ShardBatches(Iterator[Any]):
         for key, value in self._identity.items():
             saved = state.get(key)
             if saved != value:
-                advice = self._advice.get(key, "").format(saved)
                 raise StateMismatch(
-                    f"the state is of {key}={saved}, but here it is {value}{advice}"
+                    f"the state is of {key}={saved}, but here it is {value}; make the source with "
+                    "the arguments, the data and the version of enqueuer of the state"
                 )
         number = checks.count("batch", state["batch"])
         self.close()

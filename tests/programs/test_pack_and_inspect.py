@@ -161,10 +161,10 @@ def test_a_failure_is_reported_in_a_line(run, arguments, says):
     [
         (
             "mydata:lists",
-            "mydata:lists: the rows of 'x' differ in shape; pad them, or give --ragged x",
+            "if the rows differ in shape, pad them, or give --ragged x if",
         ),
         ("mydata:single", "if the source yields one sample at a time, give --samples"),
-        ("mydata:pairs --keys x", "--keys x do not name the 2 members of a tuple"),
+        ("mydata:pairs --keys x", "--keys x do not name the 2 arrays of an item"),
         ("mydata:listed --shards 2", "can be split into --shards 2; write"),
     ],
 )

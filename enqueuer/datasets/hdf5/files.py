@@ -261,6 +261,15 @@ def walk(group: Any, prefix: str = "", seen: set[int] | None = None) -> Iterator
                 yield from walk(item, f"{name}/", seen)
 
 
+def key_names(argument: str, names: Any) -> tuple[str, ...]:
+    """Return the names of datasets; raise TypeError or ValueError unless they are some names."""
+    if isinstance(names, str) or not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} must be names in a list or tuple, got {names!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{argument} must differ, got {names!r}")
+    return tuple(names)
+
+
 def raw_name(name: str) -> bytes:
     """Return a name as it is in the file; some writers do not use UTF-8."""
     return name.encode("utf-8", "surrogateescape")

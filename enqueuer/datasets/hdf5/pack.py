@@ -36,7 +36,7 @@ import numpy as np
 
 from enqueuer.common import checks
 from enqueuer.common.descriptors import open_no_link
-from enqueuer.datasets.hdf5.files import guarded, h5py, parts_folder
+from enqueuer.datasets.hdf5.files import guarded, h5py, key_names, parts_folder
 from enqueuer.datasets.hdf5.rows import PACKED, Layout, RowReader, escaped, joined
 from enqueuer.datasets.hdf5.writer import Format, Writer
 from enqueuer.enqueuers.options import Backends
@@ -142,7 +142,8 @@ def pack(
         ['8b', '1a']
     """
     target = Path(os.path.abspath(path))
-    keys, ragged = checks.optional(_names)("keys", keys), _names("ragged", ragged)
+    keys = checks.optional(key_names)("keys", keys)
+    ragged = key_names("ragged", ragged) if ragged else ()
     rows = checks.optional(checks.positive)("chunk_rows", chunk_rows)
     format = Format(keys, bool(batched), ragged, rows, compression, bool(checksum))
     opens, count = as_shards(source, shards)
@@ -156,12 +157,6 @@ def pack(
             job.part(0).unlink(missing_ok=True)
         write_parts(job, progress, workers=workers, backend=backend, max_restarts=max_restarts)
         return assemble(target, job, merge)
-
-
-def _names(argument: str, names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
-        raise TypeError(f"{argument} must be names in a list or tuple, got {names!r}")
-    return tuple(names)
 
 
 def as_shards(source: Any, shards: int | None) -> tuple[Source, int]:
@@ -362,14 +357,14 @@ def _bound(source: Any) -> dict[str, Any]:
     if isinstance(source, functools.partial):
         own = {f"argument {at}": value for at, value in enumerate(source.args)}
         return {**_bound(source.func), **own, **source.keywords}
-    if inspect.ismethod(source):
-        return _bound(source.__self__)
-    if inspect.isfunction(source):
-        # A variable of the closure may have no value now.
-        with contextlib.suppress(ValueError):
-            return dict(inspect.getclosurevars(source).nonlocals)
-        return {}
-    return dict(getattr(source, "__dict__", {}))
+    # What a method or an object has bound is what the object has.
+    source = getattr(source, "__self__", source)
+    if not inspect.isfunction(source):
+        return dict(getattr(source, "__dict__", {}))
+    # A variable of the closure may have no value now.
+    with contextlib.suppress(ValueError):
+        return dict(inspect.getclosurevars(source).nonlocals)
+    return {}
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -154,8 +155,7 @@ class Layout:
             for name, dataset in _datasets(path, file, names):
                 along = axis.get(name, 0) if isinstance(axis, Mapping) else axis
                 try:
-                    self._add(name, dataset, file, along)
-                    is_packed = is_packed and dataset.is_virtual and not along
+                    is_packed = self._add(name, dataset, file, along) and is_packed
                 except DataFileError:
                     raise
                 except (TypeError, ValueError) as error:
@@ -165,8 +165,12 @@ class Layout:
         if not is_packed:
             self.parts = []
 
-    def _add(self, name: str, dataset: Any, file: Any, axis: int) -> None:
-        """Note a dataset, or raise the error of a damaged one."""
+    def _add(self, name: str, dataset: Any, file: Any, axis: int) -> bool:
+        """Note a dataset; return whether its rows are those of the datasets of this name in parts.
+
+        Raises:
+            Exception: The error of a damaged one.
+        """
         if isinstance(dataset, Exception):
             raise dataset
         shape = list(map(int, dataset.shape or ()))
@@ -182,12 +186,8 @@ class Layout:
         is_linked = dataset.file.filename != file.filename
         path = dataset.file.filename if is_linked else self.path
         self._inspect(path)
-        if dataset.is_virtual:
-            self.parts = [
-                self._part(path, source.file_name)
-                for source in dataset.virtual_sources()
-                if not _is_pattern(source)
-            ]
+        sources = dataset.virtual_sources() if dataset.is_virtual else []
+        parts = [self._part(path, one.file_name) for one in sources if not _is_pattern(one)]
         if dataset.external and not self._allow_outside:
             raise _refusal(self.path, f"the rows of {name!r} lie in {dataset.external[0][0]}")
         stretch = Stretch(
@@ -202,6 +202,10 @@ class Layout:
             is_virtual=bool(dataset.is_virtual),
         )
         self.columns[name] = ColumnLayout(tuple(shape), kind, [stretch] if stretch.stop else [])
+        is_same, self.parts = self.parts in ([], parts), parts
+        return bool(parts and is_same and not axis) and all(
+            one.dset_name.strip("/") == escaped(name).strip("/") for one in sources
+        )
 
     def _part(self, whole: str, name: str) -> str:
         """Return the path of a file to which a virtual dataset in the file `whole` refers."""
@@ -220,14 +224,12 @@ class Layout:
 
     def _inspect(self, path: str) -> None:
         """Note a file that holds rows; refuse it if it is outside and must not be."""
-        real = os.path.realpath(path)
+        real, whole = Path(path).resolve(), Path(self.path)
         # The path of the whole may be a link to a file in another folder, beside its parts.
-        folders = {
-            os.path.realpath(os.path.dirname(self.path)),
-            os.path.dirname(os.path.realpath(self.path)),
-        }
-        if not self._allow_outside and all(
-            os.path.commonpath([real, folder]) != folder for folder in folders
+        if not (
+            self._allow_outside
+            or real.is_relative_to(whole.parent.resolve())
+            or real.is_relative_to(whole.resolve().parent)
         ):
             raise _refusal(self.path, f"some of its rows lie in {path}, outside of its folder")
         self.stamps.setdefault(path, _stamp(path))
@@ -273,15 +275,12 @@ def layout_of(
     """
     found = Layout(path, names, allow_outside, axis)
     if found.parts:
-        shapes = {name: column.shape for name, column in found.columns.items()}
-        parts = joined([Layout(part, [*shapes], allow_outside) for part in found.parts])
+        parts = joined([Layout(part, [*found.columns], allow_outside) for part in found.parts])
+        if parts.rows != found.rows:
+            raise DataFileError(
+                f"{path}: it shows {found.rows} rows, but its parts have {parts.rows}", path
+            )
         found.columns, found.stamps = parts.columns, {**parts.stamps, **found.stamps}
-        for name, column in found.columns.items():
-            if column.shape != shapes[name]:
-                raise DataFileError(
-                    f"{path}: {name!r} has shape {shapes[name]}, but its parts have {column.shape}",
-                    path,
-                )
     if not allow_outside and found.has_virtual:
         raise _refusal(
             path, "it has a virtual dataset that pack has not made, and may show any file"
@@ -298,15 +297,15 @@ def joined(layouts: Sequence[Layout]) -> Layout:
     whole = layouts[0]
     for layout in layouts:
         layout.check_readable()
-        for name in {**whole.columns, **layout.columns}:
-            here, there = (
-                found.kind if (found := one.columns.get(name)) else "missing"
-                for one in (layout, whole)
-            )
-            if here != there:
+        here, there = (
+            {name: str(column.kind) for name, column in one.columns.items()}
+            for one in (layout, whole)
+        )
+        for name in {**there, **here}:
+            if here.get(name) != there.get(name):
                 raise DataFileError(
-                    f"{layout.path}: {name!r} is {here}, but in {whole.path} it is {there}; files "
-                    "that are read as one must be alike",
+                    f"{layout.path}: {name!r} is {here.get(name, 'missing')}, but in {whole.path} "
+                    f"it is {there.get(name, 'missing')}; files that are read as one must be alike",
                     layout.path,
                 )
     for name, column in whole.columns.items():

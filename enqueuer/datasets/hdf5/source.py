@@ -29,7 +29,7 @@ import numpy as np
 from enqueuer.common import checks
 from enqueuer.common.text import printable
 from enqueuer.datasets.arrays import ShardBatches, take_rows
-from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders
+from enqueuer.datasets.hdf5.files import add_filter_folders, filter_folders, key_names
 from enqueuer.datasets.hdf5.rows import Axis, Layout, RowReader, joined, layout_of
 from enqueuer.errors import DataFileError
 from enqueuer.order.position import fingerprint_of, shortened
@@ -62,16 +62,7 @@ _FEWEST_PIECES = 4
 
 # Number of the method that makes windows. It is part of a state, since another method gives the
 # same rows in another order; states without it are of the first method.
-_ORDER = 3
-
-# What to do if a state differs in one of these values.
-_ADVICE = {
-    "window": "; to go on, make the source with window={} (0: without shuffle)",
-    "order": (
-        "; it was saved by another version of enqueuer, whose HDF5Source shuffles rows in another "
-        "order: load it with that version, or begin a new epoch"
-    ),
-}
+_SHUFFLE_VERSION = 3
 
 
 @checks.suggests_options
@@ -153,20 +144,18 @@ class HDF5Source:
         drop_last: bool = False,
         allow_outside: bool = True,
     ) -> None:
-        paths = _absolute(path)
-        self._path = paths[0] if len(paths) == 1 else paths
+        self._paths = _absolute(path)
         self._is_one, self._is_tuple = isinstance(keys, str), isinstance(keys, tuple)
         names = _names(keys)
-        layouts = [layout_of(path, names, bool(allow_outside), axis) for path in paths]
+        layouts = [layout_of(path, names, bool(allow_outside), axis) for path in self._paths]
         self._layout = joined([_together(layout, names is not None) for layout in layouts])
         self._names = tuple(self._layout.columns)
         self._rows = _bounds(rows, self._layout.rows)
         self._size = checks.positive("batch_size", batch_size)
         self._drop_last = bool(drop_last)
-        given = checks.optional(checks.positive)("window", window)
-        window = given or _default_window(self._layout, self._size)
+        window = checks.optional(checks.positive)("window", window)
         # Least number of rows that are shuffled among each other; 0: rows are not shuffled.
-        self._window = window if shuffle else 0
+        self._window = (window or _default_window(self._layout, self._size)) if shuffle else 0
         self._edges = _edges_of(self._layout, self._rows)
         # The values on which a position in a shard depends.
         self._identity = {
@@ -175,7 +164,7 @@ class HDF5Source:
             "batch_size": self._size,
             "window": self._window,
             "chunks": len(self._edges) - 1 if shuffle else 0,
-            **({"order": _ORDER} if shuffle else {}),
+            **({"shuffle_version": _SHUFFLE_VERSION} if shuffle else {}),
             **_axes(axis, self._names),
         }
         # An interrupted `pack` of this source is resumed only if all plain attributes have the same
@@ -184,8 +173,7 @@ class HDF5Source:
 
     def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
         """Return an iterator over the batches of a shard from one on; it has a `state_dict`."""
-        begin = functools.partial(self._batches, shard)
-        return ShardBatches(begin, self._identity, _ADVICE, first_item)
+        return ShardBatches(functools.partial(self._batches, shard), self._identity, first_item)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -231,8 +219,8 @@ class HDF5Source:
 
     @property
     def _where(self) -> str:
-        paths = self._path
-        return paths if isinstance(paths, str) else f"{paths[0]} and {len(paths) - 1} more"
+        first, *others = self._paths
+        return f"{first} and {len(others)} more" if others else first
 
     def __repr__(self) -> str:
         keys = ", ".join(self._names)
@@ -319,8 +307,7 @@ def _fingerprint_of(source: HDF5Source) -> dict[str, Any]:
     # A batch that is a dict is the same with its keys in another order.
     names = source._names if source._is_tuple else sorted(source._names)
     name, keys = type(source).__qualname__, shortened(", ".join(names))
-    paths = [source._path] if isinstance(source._path, str) else source._path
-    files = shortened(", ".join(map(os.path.basename, paths)))
+    files = shortened(", ".join(map(os.path.basename, source._paths)))
     return {"name": name, "file": files, "keys": keys, **source._identity}
 
 
@@ -338,14 +325,7 @@ def _absolute(given: Paths) -> list[str]:
 
 
 def _names(keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if keys is None:
-        return None
-    names = (keys,) if isinstance(keys, str) else tuple(keys)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"keys must be a name, names in a list or tuple, or None, got {keys!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"keys must differ, got {keys!r}")
-    return names
+    return None if keys is None else key_names("keys", [keys] if isinstance(keys, str) else keys)
 
 
 def _axes(axis: Axis, names: Sequence[str]) -> dict[str, int]:

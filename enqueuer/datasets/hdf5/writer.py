@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -69,18 +69,13 @@ def by_name(item: Any, keys: tuple[str, ...] | None) -> dict[str, Any]:
         if missing := [key for key in keys or () if key not in found]:
             raise ValueError(f"the source yields no {missing}, only {sorted(found)}")
         found = found if keys is None else {key: found[key] for key in keys}
-    elif isinstance(item, tuple):
-        names = keys or getattr(item, "_fields", None) or tuple(map(str, range(len(item))))
-        if len(names) != len(item):
-            raise ValueError(f"keys={list(names)} do not name the {len(item)} members of a tuple")
-        found = dict(zip(names, item, strict=True))
-    elif keys is None or len(keys) == 1:
-        found = {keys[0] if keys else "data": item}
     else:
-        raise ValueError(
-            f"the source yields one {type(item).__name__} at a time, and keys has {len(keys)} "
-            "names; yield dicts or tuples"
-        )
+        members = item if isinstance(item, tuple) else (item,)
+        names = getattr(item, "_fields", map(str, range(len(members))))
+        names = keys or tuple(names if isinstance(item, tuple) else ["data"])
+        if len(names) != len(members):
+            raise ValueError(f"keys={list(names)} do not name the {len(members)} arrays of an item")
+        found = dict(zip(names, members, strict=True))
     for key, value in found.items():
         if isinstance(value, (Mapping, tuple)):
             raise TypeError(
@@ -95,7 +90,7 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
 
     Raises:
         TypeError: HDF5 has no type for them; the message proposes a remedy.
-        ValueError: They differ in shape, or there is no axis of rows.
+        ValueError: There is no axis of rows.
     """
     if np.ma.is_masked(rows):
         raise TypeError(
@@ -114,7 +109,8 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
         # would become texts.
         array = np.asarray(rows, object if _holds(rows, str) else None)
     except ValueError:
-        _refuse_shapes(key)
+        # They differ in shape.
+        array = np.fromiter(rows, object, len(rows))
     if array.ndim == 0:
         raise ValueError(
             f"{key!r} is a single {type(rows).__name__} and has no axis of rows; if the source "
@@ -133,27 +129,15 @@ def _storable(key: str, array: np.ndarray) -> np.ndarray:
         found = np.empty(array.shape, by_offset(array.dtype))
         assign(found, array)
         return found
-    if array.dtype.kind in "mM":
-        raise TypeError(
-            f"{key!r} has dtype {array.dtype}, and HDF5 has none like it; yield .astype('int64')"
-        )
     if array.dtype.kind == "O":
         others = {type(row).__name__ for row in array.flat if not isinstance(row, str)}
-        if others & {"ndarray", "list"}:
-            _refuse_shapes(key)
         if others:
             raise TypeError(
                 f"{key!r} holds Python objects ({', '.join(sorted(others))}); only numbers, "
-                "strings and arrays of them can be packed"
+                "strings and arrays of them can be packed: if the rows differ in shape, pad them, "
+                f"or give ragged=[{key!r}] if they are 1-D arrays of different length"
             )
     return array
-
-
-def _refuse_shapes(key: str) -> NoReturn:
-    raise ValueError(
-        f"the rows of {key!r} differ in shape; pad them, or give ragged=[{key!r}] if they are "
-        "1-D arrays of different length"
-    ) from None
 
 
 def _holds(rows: Any, kind: type) -> bool:
@@ -230,17 +214,17 @@ class Writer:
 
     def _gathered(self, items: Iterable[Any]) -> Iterator[dict[str, list[Any]]]:
         """Yield as many samples as a chunk has, or one as long as that is not known."""
-        samples: list[dict[str, Any]] = []
+        columns: dict[str, list[Any]] = {}
         for item in items:
             found = by_name(item, self._format.keys)
-            is_full = len(samples) >= (self._chunk or 1)
-            if samples and (is_full or found.keys() != samples[0].keys()):
-                yield _columns_of(samples)
-                samples = []
-            # A source may reuse its arrays.
-            samples.append(copy.deepcopy(found))
-        if samples:
-            yield _columns_of(samples)
+            count = len(next(iter(columns.values()), ()))
+            if count and (count >= self._chunk or found.keys() != columns.keys()):
+                yield columns
+                columns = {}
+            for key, value in found.items():
+                # A source may reuse its arrays.
+                columns.setdefault(key, []).append(copy.deepcopy(value))
+        yield columns
 
     def _add(self, batch: Mapping[str, Any]) -> None:
         """Take the rows of a batch; write as many as make whole chunks."""
@@ -276,17 +260,15 @@ class Writer:
             usual = min(max(1, CHUNK_BYTES // max(1, largest)), _MAX_CHUNK_ROWS)
             self._chunk = self._format.chunk_rows or usual
             self.kinds, self._pending = kinds, {key: [] for key in kinds}
-        elif kinds.keys() != self.kinds.keys():
-            raise ValueError(
-                f"after {self.rows} rows the source yields {sorted(kinds)}, "
-                f"and before it was {sorted(self.kinds)}"
+        elif kinds != self.kinds:
+            now, before = (
+                ", ".join(f"{key!r} as {kind}" for key, kind in sorted(some.items()))
+                for some in (kinds, self.kinds)
             )
-        for key, kind in kinds.items():
-            if kind != self.kinds[key]:
-                raise ValueError(
-                    f"after {self.rows} rows {key!r} is {kind}, and before it was "
-                    f"{self.kinds[key]}; all rows of a key must be alike"
-                )
+            raise ValueError(
+                f"after {self.rows} rows the source yields {now}, and before it was {before}; all "
+                "rows of a key must be alike"
+            )
 
     def _flush(self, count: int) -> None:
         """Write so many of the rows that are pending."""
@@ -336,7 +318,3 @@ def _put(dataset: Any, start: int, rows: np.ndarray) -> None:
         return
     # An assignment would make one array of rows of equal length, and fail for empty ones.
     dataset.write_direct(rows.astype(dataset.dtype), dest_sel=np.s_[start : start + len(rows)])
-
-
-def _columns_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {key: [sample[key] for sample in samples] for key in samples[0]}
