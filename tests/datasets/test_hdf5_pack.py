@@ -256,7 +256,7 @@ def test_whatever_can_be_iterated_is_a_source(tmp_path, kind):
         ({"x": np.ma.array([1, 2], mask=[0, 1])}, {}, TypeError, "'x' is masked, .*filled"),
         ({1: [1], "1": [2]}, {}, ValueError, r"keys that are alike as texts: \[1, '1'\]"),
         ({"x": [[], [1]]}, {"ragged": ["x"]}, TypeError, "'x' differ in dtype; .* empty list"),
-        ({"x": [b"ab"]}, {}, TypeError, r"'x' holds bytes; .*frombuffer.*ragged=\['x'\]"),
+        ({"x": [b"ab"]}, {}, TypeError, r"\(bytes\); .*ragged=\['x'\] .*frombuffer"),
         ({"x": np.zeros(1, "M8[s]")}, {}, ValueError, "'x' cannot be stored in HDF5: .*M8"),
         (
             {"x": [np.zeros(1), np.zeros(2)]},

@@ -481,6 +481,8 @@ def test_an_axis_that_is_not_there_is_refused(tmp_path):
         file["x"], file["one"] = np.zeros((3, 20)), 1
     with pytest.raises(DataFileError, match=r"a\.h5: 'x' of shape \(3, 20\) has no axis 2"):
         HDF5Source(tmp_path / "a.h5", axis=2)
+    with pytest.raises(DataFileError, match=r"equally many rows, got \{'one': None\}"):
+        HDF5Source(tmp_path / "a.h5", "one")
     with pytest.raises(ValueError, match=r"axis is for \['X'\], but the keys are \['x'\]"):
         HDF5Source(tmp_path / "a.h5", axis={"X": 1})
     assert len(HDF5Source(tmp_path / "a.h5", axis=-1)) == 20
@@ -1166,7 +1168,7 @@ def test_files_that_are_counted_by_a_pattern_are_read_by_hdf5(two):
 
 
 def test_an_open_file_is_refused(simple):
-    with h5py.File(simple) as file, pytest.raises(TypeError, match="needs the path of a file"):
+    with h5py.File(simple) as file, pytest.raises(TypeError, match="not File"):
         HDF5Source(file)
 
 
@@ -1230,7 +1232,7 @@ def damage(kind, path):
         ("part truncated", r"shard-00001\.h5: truncated"),
         ("part of another", r"shard-00001\.h5: there is no dataset 'data'"),
         ("part too short", "it shows 60 rows, but its parts have 59"),
-        ("unequal", r"simple\.h5: .*equally many rows, got data: 60, more: 19"),
+        ("unequal", r"simple\.h5: .*equally many rows, got \{'data': 60, 'more': 19\}"),
         ("no rows", r"simple\.h5: there is no dataset with rows"),
     ],
 )

@@ -201,7 +201,7 @@ class Layout:
             axis=axis,
             is_virtual=bool(dataset.is_virtual),
         )
-        self.columns[name] = ColumnLayout(tuple(shape), kind, [stretch] if stretch.stop else [])
+        self.columns[name] = ColumnLayout(tuple(shape), kind, [stretch])
         is_same, self.parts = self.parts in ([], parts), parts
         return bool(parts and is_same and not axis) and all(
             one.dset_name.strip("/") == escaped(name).strip("/") for one in sources
@@ -444,8 +444,7 @@ class RowReader:
             path, needed = self._layout.path, size(rows * column.row_bytes)
             raise DataFileError(
                 f"{path}: {rows:,} rows of {name!r} need {needed}, which could not be allocated; "
-                "whole chunks are read, so pack it with smaller chunks (h5repack -l), or give a "
-                "smaller window",
+                "pack it in smaller chunks (h5repack -l), or give a smaller window",
                 path,
             ) from error
         return pool
@@ -518,13 +517,9 @@ def describe(path: str | os.PathLike[str]) -> tuple[Column, ...]:
     """
     layout = layout_of(os.path.abspath(path))
     return (
-        *itertools.starmap(_column, layout.columns.items()),
+        *(
+            Column(name, shape, kind.name, at[0].chunk, at[0].compression, sum(s.size for s in at))
+            for name, (shape, kind, at) in layout.columns.items()
+        ),
         *(Column(name, dtype=f"unreadable: {why}") for name, why in layout.unreadable.items()),
     )
-
-
-def _column(name: str, found: ColumnLayout) -> Column:
-    stored = sum(at.size for at in found.stretches)
-    first = found.stretches[0] if found.stretches else None
-    chunk, compression = (first.chunk, first.compression) if first else (0, None)
-    return Column(name, found.shape, found.kind.name, chunk, compression, stored)

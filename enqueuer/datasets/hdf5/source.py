@@ -315,12 +315,6 @@ def _absolute(given: Paths) -> list[str]:
     paths: Sequence[Any] = given if isinstance(given, (list, tuple)) else [given]
     if not paths:
         raise ValueError("HDF5Source needs at least one file, got an empty list")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(
-                f"HDF5Source needs the path of a file, got {path!r}; an open file must not be "
-                "carried to another process"
-            )
     return [os.path.abspath(path) for path in paths]
 
 
@@ -353,11 +347,8 @@ def _together(layout: Layout, is_asked: bool) -> Layout:
         columns = {name: column for name, column in columns.items() if column.shape}
     if not columns:
         raise DataFileError(f"{path}: there is no dataset with rows in it", path)
-    for name, column in columns.items():
-        if not column.shape:
-            raise DataFileError(f"{path}: {name!r} is a single value and has no rows", path)
-    if len({column.shape[0] for column in columns.values()}) > 1:
-        counts = ", ".join(f"{name}: {column.shape[0]}" for name, column in columns.items())
+    counts = {name: column.shape[0] if column.shape else None for name, column in columns.items()}
+    if None in counts.values() or len(set(counts.values())) > 1:
         raise DataFileError(
             f"{path}: datasets that are read together must have equally many rows, got {counts}; "
             "name those that belong together with keys=",

@@ -99,15 +99,10 @@ def column_of(key: str, rows: Any, is_ragged: bool) -> np.ndarray:
         )
     if is_ragged:
         return _ragged(key, rows)
-    if _holds(rows, bytes):
-        raise TypeError(
-            f"{key!r} holds bytes; yield numpy.frombuffer(..., 'uint8') of each and give "
-            f"ragged=[{key!r}]"
-        )
     try:
         # As a text array, each text would take the room of the longest, and numbers beside texts
-        # would become texts.
-        array = np.asarray(rows, object if _holds(rows, str) else None)
+        # would become texts. Of bytes, zeros at the end would be lost.
+        array = np.asarray(rows, object if _holds_texts(rows) else None)
     except ValueError:
         # They differ in shape.
         array = np.fromiter(rows, object, len(rows))
@@ -135,18 +130,18 @@ def _storable(key: str, array: np.ndarray) -> np.ndarray:
             raise TypeError(
                 f"{key!r} holds Python objects ({', '.join(sorted(others))}); only numbers, "
                 "strings and arrays of them can be packed: if the rows differ in shape, pad them, "
-                f"or give ragged=[{key!r}] if they are 1-D arrays of different length"
+                f"or give ragged=[{key!r}] if they are 1-D arrays of different length, such as "
+                "numpy.frombuffer(..., 'uint8') of bytes"
             )
     return array
 
 
-def _holds(rows: Any, kind: type) -> bool:
+def _holds_texts(rows: Any) -> bool:
     # HDF5 has a type for numpy's bytes of fixed length.
     if isinstance(rows, np.ndarray) and rows.dtype.kind != "O":
         return False
-    return isinstance(rows, kind) or (
-        isinstance(rows, (list, np.ndarray)) and any(isinstance(row, kind) for row in rows)
-    )
+    some = rows if isinstance(rows, (list, np.ndarray)) else [rows]
+    return any(isinstance(row, (str, bytes)) for row in some)
 
 
 def _ragged(key: str, rows: Any) -> np.ndarray:
