@@ -518,14 +518,16 @@ def _closure(number, fails, extra=None):
     ids=["object", "method", "partial", "closure"],
 )
 def test_bound_values_distinguish_sources(tmp_path, make):
-    paths = [Path("a"), {"b": np.arange(3)}, 2.5]
+    paths = [Path("a"), {"b": np.arange(3)}, len]
     with pytest.raises(ValueError, match="interrupted"):
         packed(make(1, True, paths), tmp_path / "a.h5")
     with pytest.raises(StateMismatch, match=r"by a run with another bound number;"):
         packed(make(2, False, paths), tmp_path / "a.h5")
     with pytest.raises(StateMismatch, match=r"by a run with another bound extra;"):
-        packed(make(1, False, [*paths[:1], {"b": np.arange(4)}, 2.5]), tmp_path / "a.h5")
-    found = packed(make(1, False, [Path("a"), {"b": np.arange(3)}, 2.5]), tmp_path / "a.h5")
+        packed(make(1, False, [*paths[:1], {"b": np.arange(4)}, len]), tmp_path / "a.h5")
+    with pytest.raises(StateMismatch, match=r"by a run with another bound extra;"):
+        packed(make(1, False, [*paths[:2], max]), tmp_path / "a.h5")
+    found = packed(make(1, False, [Path("a"), {"b": np.arange(3)}, len]), tmp_path / "a.h5")
     assert found["data"][3] == [1] * 4
 
 

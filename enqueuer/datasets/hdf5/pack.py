@@ -116,8 +116,8 @@ def pack(
         max_restarts: Number of dead workers that are replaced; a new one starts the shard again.
         version: Version of the rows of the source. Change it when they change: an interrupted run
             is resumed only with the same version. None, the default, compares the values that
-            the source has bound, as far as they can be compared: numbers, texts, paths, arrays,
-            and lists and dicts of them.
+            the source has bound: numbers, texts, paths, arrays, and lists and dicts of them; of
+            others, the name of the function or class.
 
     Raises:
         FileExistsError: The file exists already.
@@ -324,7 +324,7 @@ def _show(file: Any, shown: Layout, target: Path) -> None:
         layout = h5py.VirtualLayout(shape, kind.dtype)
         for at in stretches:
             # The path is relative, so that file and parts can be moved together.
-            name = escaped(os.path.relpath(at.path, target.parent))
+            name = escaped(Path(at.path).relative_to(target.parent).as_posix())
             there = (at.stop - at.start, *kind.shape)
             layout[at.start : at.stop] = h5py.VirtualSource(name, escaped(key), there, kind.dtype)
         file.create_virtual_dataset(key, layout)
@@ -368,8 +368,8 @@ def _bound(source: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose `repr` is the same in every run; None if it may differ."""
-    if isinstance(value, (bool, int, float, complex, str, bytes, range, slice)):
+    """Return a value whose `repr` is the same in every run: the name of what has no such value."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, slice)):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -379,7 +379,7 @@ def _plain(value: Any) -> Any:
         return [(_plain(key), _plain(item)) for key, item in value.items()]
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         return value.dtype.str, value.shape, hashlib.sha256(value.tobytes()).hexdigest()
-    return None
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 @contextlib.contextmanager

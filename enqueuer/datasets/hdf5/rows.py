@@ -224,12 +224,11 @@ class Layout:
 
     def _inspect(self, path: str) -> None:
         """Note a file that holds rows; refuse it if it is outside and must not be."""
-        real, whole = Path(path).resolve(), Path(self.path)
+        whole = Path(self.path)
         # The path of the whole may be a link to a file in another folder, beside its parts.
-        if not (
-            self._allow_outside
-            or real.is_relative_to(whole.parent.resolve())
-            or real.is_relative_to(whole.resolve().parent)
+        if not self._allow_outside and not any(
+            Path(path).resolve().is_relative_to(folder)
+            for folder in (whole.parent.resolve(), whole.resolve().parent)
         ):
             raise _refusal(self.path, f"some of its rows lie in {path}, outside of its folder")
         self.stamps.setdefault(path, _stamp(path))
@@ -380,10 +379,11 @@ class RowReader:
     """
 
     def __init__(self, layout: Layout) -> None:
-        layout.check_unchanged(layout.path)
         self.pid = os.getpid()
         self._layout = layout
         self._files = OpenFiles(self._cache_bytes())
+        # Which of the files HDF5 reads for rows of a virtual dataset is not known.
+        self._behind = [*layout.stamps] if layout.has_virtual else []
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -405,8 +405,7 @@ class RowReader:
             rest: Rows that come before these in what is returned.
         """
         found: dict[str, Any] = {}
-        # Which files HDF5 reads for a virtual dataset is not known.
-        paths = set(self._layout.stamps if self._layout.has_virtual else ())
+        paths = set(self._behind)
         for name, column in self._layout.columns.items():
             parts = [part for piece in pieces for part in column.between(*piece, step)]
             paths.update([at.path for at, _, _ in parts])
@@ -451,26 +450,26 @@ class RowReader:
 
     def take(self, at: Stretch, low: int, high: int, step: int, into: np.ndarray) -> None:
         """Read some rows of a dataset into an array."""
+        dataset, rows = None, slice(low, high, step)
         with self._lock:
-            dataset = None
             try:
                 if at.path not in self._files:
                     self._layout.check_unchanged(at.path)
                 dataset, view = self._files[at.path].dataset(at.name)
-                # HDF5 reads the rows of some types into an array of numpy.
-                is_plain = not dataset.dtype.hasobject and dataset.dtype.subdtype is None
-                if is_plain and not at.axis and into.nbytes >= _DIRECT_BYTES:
-                    dataset.read_direct(into, np.s_[low:high:step])
+                is_large = into.nbytes >= _DIRECT_BYTES and not at.axis
+                # HDF5 cannot read objects, or items that are arrays, into an array of numpy.
+                if is_large and not dataset.dtype.hasobject and dataset.dtype.subdtype is None:
+                    dataset.read_direct(into, rows)
                 else:
-                    found = view[(*np.s_[:,] * at.axis, np.s_[low:high:step])]
+                    found = view[(*np.s_[:,] * at.axis, rows)] if at.axis else view[rows]
                     files.assign(into, np.moveaxis(found, at.axis, 0) if at.axis else found)
             except DataFileError:
                 raise
             except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
                 # A change of the file would explain the error.
                 self._layout.check_unchanged(at.path)
-                rows = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
-                what = f"{rows} of {at.name[1:]!r} cannot be read: "
+                where = f"row {low}" if high == low + 1 else f"rows {low} to {high}"
+                what = f"{where} of {at.name[1:]!r} cannot be read: "
                 raise files.data_file_error(at.path, error, what, dataset) from error
 
 

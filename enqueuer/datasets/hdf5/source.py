@@ -169,7 +169,7 @@ class HDF5Source:
         }
         # An interrupted `pack` of this source is resumed only if all plain attributes have the same
         # names and values.
-        self._reader: RowReader | None = None
+        self._reader = RowReader(self._layout)
 
     def __call__(self, shard: Shard, first_item: int = 0) -> Iterator[Any]:
         """Return an iterator over the batches of a shard from one on; it has a `state_dict`."""
@@ -206,16 +206,14 @@ class HDF5Source:
         It is opened again when it is needed. Batches have files of their own, which are closed at
         the end of each shard.
         """
-        if self._reader is not None and self._reader.pid == os.getpid():
-            self._reader.close()
-            self._reader = None
+        self._own_reader().close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None, "_folders": filter_folders()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         add_filter_folders(state.pop("_folders"))
-        self.__dict__.update(state)
+        self.__dict__.update(state, _reader=RowReader(state["_layout"]))
 
     @property
     def _where(self) -> str:
@@ -290,11 +288,10 @@ class HDF5Source:
 
     def _own_reader(self) -> RowReader:
         """Return the reader of this process."""
-        reader = self._reader
-        if reader is None or reader.pid != os.getpid():
+        if self._reader.pid != os.getpid():
             # If two threads come here at a time, one of the readers ends with its last use.
-            reader = self._reader = RowReader(self._layout)
-        return reader
+            self._reader = RowReader(self._layout)
+        return self._reader
 
     def _formed(self, found: Mapping[str, Any]) -> Any:
         if self._is_one:
