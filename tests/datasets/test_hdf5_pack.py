@@ -288,11 +288,11 @@ def test_items_that_cannot_be_packed_are_refused(tmp_path, item, options, error,
     [
         (
             {"x": np.zeros(2, "f4")},
-            "after 2 rows .* 'x' as float32 of shape .*before it was 'x' as float64",
+            "after 2 rows .*'x': float32 of shape .*before it was .'x': float64",
         ),
-        ({"x": np.zeros((2, 1))}, r"yields 'x' as float64 of shape \(1,\)"),
-        ({"y": np.zeros(2)}, "the source yields 'y' as"),
-        ({"x": ["a"]}, "'x' as text"),
+        ({"x": np.zeros((2, 1))}, r"yields .'x': float64 of shape \(1,\)"),
+        ({"y": np.zeros(2)}, "the source yields .'y': "),
+        ({"x": ["a"]}, "'x': text"),
     ],
 )
 def test_rows_of_a_key_must_be_alike(tmp_path, second, says):

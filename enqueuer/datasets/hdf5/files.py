@@ -386,7 +386,7 @@ class RowKind(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.name} of shape {self.shape}"
 
 

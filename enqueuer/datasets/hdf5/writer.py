@@ -256,13 +256,9 @@ class Writer:
             self._chunk = self._format.chunk_rows or usual
             self.kinds, self._pending = kinds, {key: [] for key in kinds}
         elif kinds != self.kinds:
-            now, before = (
-                ", ".join(f"{key!r} as {kind}" for key, kind in sorted(some.items()))
-                for some in (kinds, self.kinds)
-            )
             raise ValueError(
-                f"after {self.rows} rows the source yields {now}, and before it was {before}; all "
-                "rows of a key must be alike"
+                f"after {self.rows} rows the source yields {kinds}, and before it was "
+                f"{self.kinds}; all rows of a key must be alike"
             )
 
     def _flush(self, count: int) -> None:
