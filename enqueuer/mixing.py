@@ -21,13 +21,7 @@ from enqueuer.common import checks
 from enqueuer.common.text import an
 from enqueuer.order.position import fingerprint_of, named
 from enqueuer.workers.shards import Shard, part_for
-from enqueuer.workers.sources import (
-    FunctionSource,
-    as_source,
-    close,
-    is_stateful,
-    iterate,
-)
+from enqueuer.workers.sources import FunctionSource, as_source, close, is_stateful, iterate
 
 # All shares of a turn together.
 _PARTS = 2**60
@@ -132,6 +126,7 @@ class Turns:
         if self._runs and self._runs[0][0] <= self.samples:
             del self._runs[0]
         _, shares = self._run(0)
+        self._before = self.lags
         self.lags = lags = [lag + share for lag, share in zip(self.lags, shares, strict=True)]
         self.samples += 1
         ready = [at for at, lag in enumerate(lags) if lag >= self._margin - _ROUNDED]
@@ -139,6 +134,10 @@ class Turns:
         chosen = ready[0] if len(ready) == 1 else self._first_due(ready or range(len(lags)))
         lags[chosen] -= _PARTS
         return chosen
+
+    def undo(self) -> None:
+        """Take back the last turn, which gave no sample; it is the next one again."""
+        self.samples, self.lags = self.samples - 1, self._before
 
     def shares(self) -> Sequence[int]:
         """Return the shares of the next turn."""
@@ -198,9 +197,10 @@ def mix(
 ) -> Callable[[Shard], Iterable[Item]]:
     """Return a generator function whose items come from several, in proportions that may change.
 
-    Of the first `n` items, the share of each generator differs from its weight by at most
-    `1 / sqrt(n)`; in a shard, by at most `2 / n`, and in the only shard by less than `1 / n`. For
-    weights that change, this is the mean of its weights until then. The order is always the same
+    Of the first `n` items of a shard, the share of each generator differs from its weight by less
+    than `2 / n`, and in the only shard by less than `1 / n`; for weights that change, from the mean
+    of its weights until then. Of all items, it differs from fixed weights by at most
+    `1 / sqrt(n)`. The order is always the same
     for the same names, proportions of the weights and shards. Each generator has random numbers of
     its own, which depend on its name.
 
@@ -241,8 +241,7 @@ def mix(
         )
     if not generators:
         raise ValueError("mix() needs at least one generator function")
-    if at_end not in get_args(AtEnd):
-        raise ValueError(f"at_end must be 'stop', 'restart' or 'continue', got {at_end!r}")
+    checks.choice("at_end", at_end, get_args(AtEnd))
     sources = {name: _source(name, function) for name, function in generators.items()}
     # Of equally urgent turns, the first by name is next, in whatever order the dict was built.
     names = sorted(sources)
@@ -285,7 +284,7 @@ def shares_of(names: Sequence[str], weights: object, may_be_0: bool) -> tuple[in
         if set(weights) != set(names):
             raise ValueError(f"weights must be for {list(names)}, got them for {list(weights)}")
         values = [weights[name] for name in names]
-    elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes)):
+    elif isinstance(weights, Iterable) and not isinstance(weights, (str, bytes, set, frozenset)):
         values = list(weights)
     else:
         raise TypeError(f"weights must be a dict or a list of numbers, got {weights!r}")
@@ -294,12 +293,10 @@ def shares_of(names: Sequence[str], weights: object, may_be_0: bool) -> tuple[in
     for name, value in zip(names, values, strict=True):
         if isinstance(value, bool) or not hasattr(value, "__float__"):
             raise TypeError(f"the weight of {name!r} must be a number, got {value!r}")
-        if may_be_0 and not 0 <= value < math.inf:
-            raise ValueError(f"the weight of {name!r} must be >= 0, got {value!r}")
-        if not may_be_0 and not 0 < value < math.inf:
+        if not 0 <= value < math.inf or (value == 0 and not may_be_0):
             raise ValueError(
-                f"the weight of {name!r} must be > 0, got {value!r}; leave the generator out to "
-                "take nothing from it"
+                f"the weight of {name!r} must be {'>= 0' if may_be_0 else '> 0'}, got {value!r}; "
+                "leave the generator out to take nothing from it"
             )
     try:
         floats = [float(value) for value in values]
@@ -404,7 +401,7 @@ class _Part:
         item = next(self._iterator, _END)
         if item is not _END:
             self._delivered += 1
-            self._is_empty = False
+            self._is_empty = self._is_empty and item is None
         return item
 
     def restart(self) -> None:
@@ -466,19 +463,16 @@ class _Mixed:
             while self._parts:
                 part = self._parts[self._turns.next()]
                 item = part.next()
-                while item is None or (item is _END and self._goes_on(part)):
-                    if item is None:
-                        yield None
-                    item = part.next()
+                if item is None or item is _END:
+                    self._turns.undo()
                 if item is not _END:
                     yield item
                     # Otherwise it would live on while the next one is made.
                     del item
                 elif self._at_end == "continue":
                     self._parts.remove(part)
-                    # This turn gave no sample.
-                    self._turns = self._turns_of_rest(self._turns.samples - 1)
-                else:
+                    self._turns = self._turns_of_rest(self._turns.samples)
+                elif not self._goes_on(part):
                     return
 
     def _turns_of_rest(self, samples: int, lags: Sequence[int] | None = None) -> Turns:

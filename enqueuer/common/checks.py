@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from enqueuer.errors import EnqueuerError, StateMismatch
@@ -177,6 +177,13 @@ def optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | N
         return None if value is None else check(name, value)
 
     return checked
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless a value is one of several strings."""
+    if value not in choices:
+        texts = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {texts}, got {value!r}")
 
 
 def flag(name: str, value: object) -> bool:

@@ -48,10 +48,9 @@ def pad(
         >>> sorted(pad([{"x": [1.0], "y": 1}, {"x": [2.0, 3.0], "y": 0}], side="left"))
         ['mask', 'x', 'y']
     """
-    if side not in ("right", "left"):
-        raise ValueError(f"side must be 'right' or 'left', got {side!r}")
+    checks.choice("side", side, ("right", "left"))
     checks.positive("multiple_of", multiple_of)
-    if isinstance(batch, (str, bytes, Mapping)) or not hasattr(batch, "__len__"):
+    if isinstance(batch, (str, bytes, Mapping)) or not hasattr(batch, "__getitem__"):
         raise TypeError(f"pad() needs a list of samples, got {an(type(batch).__name__)}")
     if len(batch) == 0:
         raise ValueError("pad() needs at least one sample")
@@ -84,17 +83,27 @@ def _fields_of(batch: Sequence[Mapping[str, Any]], value: object) -> Mapping[str
     if "mask" in names:
         raise ValueError("pad() makes the entry 'mask', and the samples have one; rename it")
     if not isinstance(value, Mapping):
-        with_length = [name for name in names if np.ndim(batch[0][name]) > 0]
+        with_length = [name for name in names if _array(batch[0][name], 0, repr(name)).ndim > 0]
         return dict.fromkeys(with_length, value)
     if not set(value) <= names:
         raise ValueError(f"value is for {sorted(value)}, and the samples have {sorted(names)}")
     return value
 
 
+def _array(sample: object, k: int, of: str) -> np.ndarray:
+    try:
+        return np.asarray(sample)
+    except ValueError as error:
+        raise ValueError(
+            f"sample {k} of {of} has lists of different lengths in it: only the first axis may "
+            "differ, and between samples"
+        ) from error
+
+
 def _padded(
     samples: list[Any], value: Any, side: str, multiple_of: int, of: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    rows = [np.asarray(sample) for sample in samples]
+    rows = [_array(sample, k, of) for k, sample in enumerate(samples)]
     for k, row in enumerate(rows):
         if row.dtype.hasobject or row.dtype.kind in "US" or row.ndim == 0:
             raise TypeError(f"sample {k} of {of} must be an array or list of numbers")
@@ -108,6 +117,8 @@ def _padded(
     lengths = np.array([len(row) for row in rows])
     longest = int(lengths.max()) + -int(lengths.max()) % multiple_of
     dtype = np.result_type(*rows)
+    if dtype.kind == "f" and all(row.dtype.kind in "iu" for row in rows):
+        raise TypeError(f"no dtype holds the ints of {of}, some of int64 and some of uint64")
     arrays = np.full((len(rows), longest, *rows[0].shape[1:]), held(value, dtype), dtype)
     for array, row in zip(arrays, rows, strict=True):
         start = longest - len(row) if side == "left" else 0
@@ -171,6 +182,11 @@ def balance(
     checks.positive("ranks", ranks)
     checks.flag("drop_last", drop_last)
     checks.function("cost", cost, "of the array of lengths")
+    if drop_last and len(checked) < ranks:
+        raise ValueError(
+            f"drop_last=True leaves none of {len(checked)} samples for {ranks} ranks; give fewer "
+            "ranks, or drop_last=False"
+        )
     costs = checked if cost is None else np.asarray(cost(checked))
     if costs.shape != checked.shape or costs.dtype.kind not in "iuf":
         raise ValueError(
@@ -182,16 +198,13 @@ def balance(
     order = np.argsort(-costs.astype(np.float64), kind="stable").tolist()
     each, more = divmod(len(order), ranks)
     parts: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, rank) for rank in range(ranks)]
-    full: list[tuple[float, int]] = []
-    for at in order[: len(order) - more]:
-        load, rank = heapq.heappop(loads)
+    # A rank that has its number of samples comes behind those with room, and once only.
+    loads = [(max(0, 1 - each), 0.0, rank) for rank in range(ranks)]
+    for at in order[: len(order) - more * drop_last]:
+        _, load, rank = heapq.heappop(loads)
         parts[rank].append(at)
-        has_room = len(parts[rank]) < each
-        heapq.heappush(loads if has_room else full, (load + float(costs[at]), rank))
-    if not drop_last:
-        for at in order[len(order) - more :]:
-            parts[heapq.heappop(full or loads)[1]].append(at)
+        above = max(0, len(parts[rank]) + 1 - each)
+        heapq.heappush(loads, (above, load + float(costs[at]), rank))
     return [np.array(sorted(part), np.int64) for part in parts]
 
 
@@ -201,8 +214,8 @@ def as_lengths(name: str, lengths: object) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"{name} must be a list of at least one length, got shape {array.shape}")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be ints, got an array of {array.dtype}")
+    if array.dtype.kind not in "iu" or int(array.max()) >= 2**63:
+        raise TypeError(f"{name} must be ints below 2**63, got an array of {array.dtype}")
     if (least := int(array.min())) < 1:
         at = int(array.argmin())
         raise ValueError(f"{name} must be >= 1, got {least} at {at}; leave empty samples out")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike
 
 from enqueuer.common import checks
 from enqueuer.sequences.lengths import held
-from enqueuer.sequences.stages import SampleStream, SequenceStage, Window, WindowPlace
+from enqueuer.sequences.stages import Plans, SampleStream, SequenceStage, Window, WindowPlace
 from enqueuer.workers.shards import Shard
 
 Method = Literal["best_fit", "first_fit", "concat"]
@@ -31,19 +31,15 @@ class Piece(NamedTuple):
     """A part of a document that goes into a row.
 
     Attributes:
-        number: Number of the document in the stream.
+        k: Place of the document in its window.
         start: Its first token of this piece.
         stop: The token behind the last one of this piece.
-        length: Number of all its tokens.
-        k: Place of the document in its window.
         window: Its window.
     """
 
-    number: int
+    k: int
     start: int
     stop: int
-    length: int
-    k: int
     window: Window
 
 
@@ -114,9 +110,10 @@ def pack(
         labels [   2    3    4 -100    9 -100]
     """
     size, room = checks.positive("window", window), checks.positive("row_length", row_length)
-    _one_of("method", method, Method)
-    _one_of("too_long", too_long, TooLong)
-    _one_of("boundaries", boundaries, Boundaries)
+    size = _AT_ONCE if method == "concat" else size
+    checks.choice("method", method, get_args(Method))
+    checks.choice("too_long", too_long, get_args(TooLong))
+    checks.choice("boundaries", boundaries, get_args(Boundaries))
     if np.dtype(dtype) not in (np.int32, np.int64):
         raise ValueError(
             f"dtype must be int32 or int64, as labels may be {_IGNORED}, got {dtype!r}"
@@ -127,16 +124,9 @@ def pack(
         )
     stream = SampleStream("pack", documents, lengths, len)
     padding = held(value, np.dtype(dtype))
-    read = _AT_ONCE if method == "concat" else size
-    planner = Rows(stream, room, method, read, too_long == "split", boundaries, padding)
+    planner = Rows(stream, room, method, size, too_long == "split", boundaries, padding)
     options = {"row_length": room, "method": method, "window": size, "too_long": too_long}
-    return SequenceStage(planner, options, rng, shard, drop_last)
-
-
-def _one_of(name: str, value: object, choices: object) -> None:
-    if value not in get_args(choices):
-        texts = ", ".join(map(repr, get_args(choices)))
-        raise ValueError(f"{name} must be one of {texts}, got {value!r}")
+    return SequenceStage(planner.plans, planner.made, options, rng, shard, drop_last)
 
 
 @dataclass(frozen=True)
@@ -152,13 +142,13 @@ class Rows:
     # The token of the padding, whose dtype is that of all arrays.
     padding: Any
 
-    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
+    def plans(self, at: WindowPlace, seed: int | None) -> Plans:
         """Yield each row with the place behind it."""
         if self.method == "concat":
             return self._concatenated(at)
         return self.stream.plans(at, self.window, seed, self._planned)
 
-    def _concatenated(self, at: WindowPlace) -> Iterator[tuple[WindowPlace, list[Piece]]]:
+    def _concatenated(self, at: WindowPlace) -> Plans:
         """Yield rows of one document after the other; `delivered` counts the tokens of a window."""
         row: list[Piece] = []
         room, delivered, place = self.length, at.delivered, at
@@ -183,14 +173,14 @@ class Rows:
             skipped: Number of its first tokens that are left out.
             room: Room of the row that is filled; with other methods, of any.
         """
-        for k, (number, length) in enumerate(zip(window.numbers, window.lengths, strict=True)):
+        for k, length in enumerate(window.lengths):
             if length > self.length and not self.splits:
                 continue
             start = min(skipped, length)
             skipped -= start
             while start < length:
                 stop = min(length, start + room)
-                yield Piece(number, start, stop, length, k, window)
+                yield Piece(k, start, stop, window)
                 room -= stop - start
                 if not room or self.method != "concat":
                     room = self.length
@@ -210,36 +200,36 @@ class Rows:
         tokens, labels = np.full(whole, self.padding), np.full(whole, _IGNORED, dtype)
         at, begins = 0, [0]
         for number, piece in enumerate(plan, 1):
-            _, start, stop, length, k, window = piece
+            k, start, stop, window = piece
             document = self.stream.sample(window, k)
             end = at + stop - start
-            tokens[at:end] = self._checked(document[start:stop], piece)
+            tokens[at:end] = self._tokens(document, piece)
             positions[at:end] = self._numbers[: stop - start]
             ids[at:end] = number
             labels[at : end - 1] = tokens[at + 1 : end]
-            if stop < length:
+            if stop < window.lengths[k]:
                 # The next token of a document that is cut here is in another row.
-                labels[end - 1] = document[stop]
+                labels[end - 1] = self._tokens(document, Piece(k, stop, stop + 1, window))[0]
             begins.append(end)
             at = end
-        row = {"tokens": tokens, "positions": positions, "document_ids": ids, "labels": labels}
         if self.boundaries == "cu_seqlens":
-            del row["document_ids"]
-            row["cu_seqlens"] = np.array(begins if at == whole else [*begins, whole], np.int32)
-        return row
+            ids = np.array(begins if at == whole else [*begins, whole], np.int32)
+        return {"tokens": tokens, "positions": positions, self.boundaries: ids, "labels": labels}
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
         return np.arange(self.length)
 
-    def _checked(self, tokens: Any, piece: Piece) -> np.ndarray:
-        """Return tokens of a document as an array; raise TypeError if they are none."""
-        array = np.asarray(tokens)
+    def _tokens(self, document: Any, piece: Piece) -> np.ndarray:
+        """Return the tokens of a piece; raise TypeError or ValueError if they are none."""
+        k, start, stop, window = piece
+        # A dictionary has no parts.
+        array = np.asarray(() if isinstance(document, Mapping) else document[start:stop])
+        of, dtype = f"pack(): document {window.numbers[k]}", self.padding.dtype
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise TypeError(
-                f"pack(): document {piece.number} must be a list or array of ints, got "
-                f"{array.ndim} dimensions of {array.dtype}"
-            )
+            raise TypeError(f"{of} must be a list or array of ints, got {document!r:.50}")
+        if not np.can_cast(array.dtype, dtype) and not np.array_equal(array, array.astype(dtype)):
+            raise ValueError(f"{of} has tokens that {dtype} cannot hold")
         return array
 
 

@@ -12,11 +12,12 @@ So no shard has to know what another one has, and all can end at the same number
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,10 +26,11 @@ from enqueuer.common.text import an
 from enqueuer.errors import StateMismatch
 from enqueuer.sequences.lengths import as_lengths
 from enqueuer.workers.shards import Shard
-from enqueuer.workers.sources import FunctionSource, as_source, iterate
+from enqueuer.workers.sources import FunctionSource, as_source, iterate, takes_next
 
 Batch = TypeVar("Batch")
-Made = TypeVar("Made", covariant=True)
+# Iterables of something else, or without an order that is the same in each process.
+_NO_SAMPLES = (str, bytes, Mapping, set, frozenset)
 
 
 class WindowPlace(NamedTuple):
@@ -43,6 +45,10 @@ class WindowPlace(NamedTuple):
     first_item: int = 0
     delivered: int = 0
     source: Any = None
+
+
+# What is planned of a stream, each with the place behind it.
+Plans = Iterator[tuple[WindowPlace, Any]]
 
 
 @dataclass(frozen=True)
@@ -80,30 +86,29 @@ class SampleStream:
         self._lengths = None if lengths is None else as_lengths("lengths", lengths)
         self._samples: Any = samples
         if self._lengths is not None:
-            self._check_sequence(self._lengths)
+            self._check_sequence(len(self._lengths))
         elif callable(samples):
-            self._samples = source = as_source(samples)
-            if not isinstance(source, FunctionSource) or source.takes_shard or source.is_async:
+            is_bound = takes_next(samples, 0, "shard") is False
+            self._samples = source = as_source(samples) if is_bound else None
+            if not isinstance(source, FunctionSource) or source.is_async:
                 raise TypeError(
-                    f"{name}() needs an iterable, or a function without arguments but "
-                    "first_item=0 that returns one; bind the others with functools.partial"
+                    f"{name}() needs an iterable, or a function without arguments but first_item=0 "
+                    f"that returns one, got {samples!r:.80}; bind others with functools.partial"
                 )
-        elif isinstance(samples, (str, bytes, Mapping)) or not hasattr(samples, "__iter__"):
+        elif isinstance(samples, _NO_SAMPLES) or not hasattr(samples, "__iter__"):
             raise TypeError(
-                f"{name}() needs an iterable of samples, or a function that returns one, got "
-                f"{an(type(samples).__name__)}"
+                f"{name}() needs an iterable of samples in a fixed order, or a function that "
+                f"returns one, got {an(type(samples).__name__)}"
             )
 
-    def _check_sequence(self, lengths: np.ndarray) -> None:
+    def _check_sequence(self, count: int) -> None:
         if not hasattr(self._samples, "__getitem__") or not hasattr(self._samples, "__len__"):
             raise TypeError(
                 "with lengths, samples are fetched by their numbers, so "
                 f"{self.name}() needs a sequence, got {an(type(self._samples).__name__)}"
             )
-        if len(self._samples) != len(lengths):
-            raise ValueError(
-                f"lengths must be {len(self._samples)}, one for each sample, got {len(lengths)}"
-            )
+        if (known := len(self._samples)) != count:
+            raise ValueError(f"lengths must be {known}, one for each sample, got {count}")
 
     def windows(self, at: WindowPlace, size: int) -> Iterator[Window]:
         """Yield the windows from a place on, of so many samples; None belongs to none."""
@@ -114,8 +119,12 @@ class SampleStream:
                 yield Window(WindowPlace(start), range(start, start + len(lengths)), lengths, None)
             return
         items, stateful = self._open(at)
+        source = at.source
         while True:
-            place = WindowPlace(first, 0, None if stateful is None else stateful.state_dict())
+            if source is None and stateful is not None:
+                # It may change its state in place.
+                source = copy.deepcopy(stateful.state_dict())
+            place, source = WindowPlace(first, 0, source), None
             read = list(itertools.islice(items, size))
             if not read:
                 return
@@ -131,7 +140,7 @@ class SampleStream:
         size: int,
         seed: int | None,
         planned: Callable[[Window, np.random.Generator | None], list[Any]],
-    ) -> Iterator[tuple[WindowPlace, Any]]:
+    ) -> Plans:
         """Yield each plan of the windows from a place on, with the place behind it.
 
         Args:
@@ -145,10 +154,11 @@ class SampleStream:
             first, _, source = window.place
             rng = None if seed is None else np.random.default_rng([seed, first])
             plans = planned(window, rng)
-            order = range(len(plans)) if rng is None else rng.permutation(len(plans)).tolist()
-            plans = sorted(plans) if rng is None else plans
-            for k in range(delivered, len(plans)):
-                yield WindowPlace(first, k + 1, source), plans[order[k]]
+            order = (
+                sorted(plans) if rng is None else [plans[k] for k in rng.permutation(len(plans))]
+            )
+            for count, plan in enumerate(order[delivered:], delivered + 1):
+                yield WindowPlace(first, count, source), plan
             delivered = 0
 
     def _open(self, at: WindowPlace) -> tuple[Iterator[Any], Any]:
@@ -158,7 +168,8 @@ class SampleStream:
             if items.can_begin_anywhere:
                 return iter(items.open(Shard(), first)), None
             items = items.open(Shard())
-        iterator, stateful = iterate(items, at.source)
+        # Before its first sample, a stream may still have the state of the end of an earlier epoch.
+        iterator, stateful = iterate(items, copy.deepcopy(at.source), is_at_end=first == 0)
         if stateful is None:
             # They are made again, as nothing says how to begin behind them.
             next(itertools.islice(iterator, first, first), None)
@@ -173,16 +184,10 @@ class SampleStream:
             ) from error
         if type(length) is int and length > 0:
             return length
-        if isinstance(length, bool) or not hasattr(length, "__index__"):
-            raise TypeError(
-                f"{self.name}(): the length of sample {number} must be an int, got {length!r}"
-            )
-        if int(length.__index__()) < 1:
-            raise ValueError(
-                f"{self.name}(): sample {number} is empty, or its length is negative "
-                f"({length}); leave it out before"
-            )
-        return int(length.__index__())
+        checked = checks.count(f"{self.name}(): the length of sample {number}", length)
+        if checked == 0:
+            raise ValueError(f"{self.name}(): sample {number} is empty; leave it out before")
+        return checked
 
     def sample(self, window: Window, k: int) -> Any:
         """Return a sample of a window; raise ValueError if it has not the length it should have."""
@@ -198,32 +203,31 @@ class SampleStream:
         return sample
 
 
-class Planner(Protocol[Made]):
-    """What a stage gives of the samples of a stream."""
-
-    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
-        """Yield each plan from a place on, of all shards, with the place behind it."""
-
-    def made(self, plan: Any) -> Made:
-        """Return what was planned."""
-
-
 class SequenceStage(Generic[Batch]):
     """What `pack` and `batch_by_length` return: an iterable with a state of its own.
 
     Iterating over it begins with the first item, or after `load_state_dict` at the position
     that was loaded.
+
+    Args:
+        plans: Function that returns the plans of all shards from a place on, by a seed.
+        make: Function that returns what was planned.
+        options: What the plans depend on.
+        rng: Generator of the seed, or None.
+        shard: The shard whose plans are made; None: all.
+        drop_last: Whether the last plans are left out if not every shard can have one.
     """
 
     def __init__(
         self,
-        planner: Planner[Batch],
+        plans: Callable[[WindowPlace, int | None], Plans],
+        make: Callable[[Any], Batch],
         options: dict[str, Any],
         rng: np.random.Generator | None,
         shard: Shard | None,
         drop_last: bool,
     ) -> None:
-        self._planner = planner
+        self._plans, self._make = plans, make
         self._seed = _seed_of(rng, shard)
         self._drop_last = checks.flag("drop_last", drop_last)
         if drop_last and shard is None:
@@ -232,7 +236,6 @@ class SequenceStage(Generic[Batch]):
                 "shard=shard with it, and the samples of all shards"
             )
         self._index, self._count = (0, 1) if shard is None else (shard.index, shard.count)
-        # On these the items depend.
         self._options = {**options, "shards": self._count}
         self._place = WindowPlace()
         self._loaded: WindowPlace | None = None
@@ -241,13 +244,13 @@ class SequenceStage(Generic[Batch]):
         """Yield what this shard gets; its place is already that of the next one."""
         at, self._loaded = self._loaded or WindowPlace(), None
         self._place = at
-        plans = self._planner.plans(at, self._seed)
+        plans = self._plans(at, self._seed)
         while turn := list(itertools.islice(plans, self._count)):
             if self._drop_last and len(turn) < self._count:
                 return
             self._place = turn[-1][0]
             if self._index < len(turn):
-                yield self._planner.made(turn[self._index][1])
+                yield self._make(turn[self._index][1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last item: a few numbers, and the state of the stream."""
@@ -339,7 +342,8 @@ def batch_by_length(
     """
     if max_tokens is None and batch_size is None:
         raise ValueError("batch_by_length() needs max_tokens, batch_size or both")
-    checks.function("length", length, "of a sample")
+    if not callable(length):
+        raise TypeError(f"length must be a function of a sample, got {length!r:.50}; see lengths")
     checks.function("collate", collate, "of a list of samples")
     most = checks.optional(checks.positive)
     budget, largest = most("max_tokens", max_tokens), most("batch_size", batch_size)
@@ -348,7 +352,7 @@ def batch_by_length(
     stream = SampleStream("batch_by_length", samples, lengths, length)
     options = {"max_tokens": budget, "batch_size": largest, "window": size}
     planner = Buckets(stream, size, budget or math.inf, largest or math.inf, collate)
-    return SequenceStage(planner, options, rng, shard, drop_last)
+    return SequenceStage(planner.plans, planner.made, options, rng, shard, drop_last)
 
 
 @dataclass(frozen=True)
@@ -361,7 +365,7 @@ class Buckets:
     batch_size: float
     collate: Callable[[list[Any]], Any] | None
 
-    def plans(self, at: WindowPlace, seed: int | None) -> Iterator[tuple[WindowPlace, Any]]:
+    def plans(self, at: WindowPlace, seed: int | None) -> Plans:
         """Yield each batch with the place behind it."""
         return self.stream.plans(at, self.window, seed, self._planned)
 

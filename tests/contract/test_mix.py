@@ -368,6 +368,32 @@ def test_none_takes_no_turn():
     ]
 
 
+GAPS = st.lists(st.booleans(), min_size=1, max_size=12)
+
+
+@given(GAPS, GAPS, st.sampled_from(["stop", "continue"]), st.integers(1, 9))
+def test_a_mixture_goes_on_at_any_item_and_at_its_end(a, b, at_end, weight):
+    """Also at one that is None, and takes no turn."""
+    rows = {"a": a, "b": b}
+
+    def source(name):
+        items = [None if is_gap else (name, k) for k, is_gap in enumerate(rows[name])]
+        return lambda: Resumable(items)
+
+    def make():
+        stages = [(5, [weight, 1]), (1, [1, 2])]
+        return mix({name: source(name) for name in rows}, stages, at_end=at_end)(Shard())
+
+    mixed, got, states = make(), [], []
+    for item in mixed:
+        got.append(item)
+        states.append(mixed.state_dict())
+    for count, state in enumerate([*states, mixed.state_dict()], 1):
+        later = make()
+        later.load_state_dict(state)
+        assert list(later) == got[count:]
+
+
 def test_sources_report_to_their_shard(backend):
     with GeneratorEnqueuer(mix({"a": reports, "b": no_shard}), **backend) as enqueuer:
         list(enqueuer)
@@ -439,8 +465,9 @@ def test_an_empty_source_cannot_be_restarted():
         ),
         ({"a": first}, {"weights": [math.inf]}, ValueError, "weight of 'a' must be > 0"),
         ({"a": first}, {"weights": ["x"]}, TypeError, "weight of 'a' must be a number"),
+        ({"a": first}, {"weights": {1}}, TypeError, "a dict or a list of numbers, got {1}"),
         ({"a": first}, {"weights": 3}, TypeError, "a dict or a list of numbers, got 3"),
-        ({"a": first}, {"at_end": "end"}, ValueError, "'stop', 'restart' or 'continue', got 'end'"),
+        ({"a": first}, {"at_end": "end"}, ValueError, "'stop', 'restart', 'continue', got 'end'"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(given, options, error, says):
