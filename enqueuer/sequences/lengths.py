@@ -94,10 +94,7 @@ def _array(sample: object, k: int, of: str) -> np.ndarray:
     try:
         return np.asarray(sample)
     except ValueError as error:
-        raise ValueError(
-            f"sample {k} of {of} has lists of different lengths in it: only the first axis may "
-            "differ, and between samples"
-        ) from error
+        raise ValueError(f"sample {k} of {of} has lists of different lengths in it") from error
 
 
 def _padded(
@@ -123,8 +120,7 @@ def _padded(
     for array, row in zip(arrays, rows, strict=True):
         start = longest - len(row) if side == "left" else 0
         array[start : start + len(row)] = row
-    at = np.arange(longest)
-    at = at[::-1] if side == "left" else at
+    at = np.arange(longest)[:: -1 if side == "left" else 1]
     return arrays, at < lengths[:, None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -224,8 +224,11 @@ class Rows:
         """Return the tokens of a piece; raise TypeError or ValueError if they are none."""
         k, start, stop, window = piece
         # A dictionary has no parts.
-        array = np.asarray(() if isinstance(document, Mapping) else document[start:stop])
-        of, dtype = f"pack(): document {window.numbers[k]}", self.padding.dtype
+        array = np.asarray(() if isinstance(document, dict) else document[start:stop])
+        dtype = self.padding.dtype
+        if array.ndim == 1 and array.dtype == dtype:
+            return array
+        of = f"pack(): document {window.numbers[k]}"
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise TypeError(f"{of} must be a list or array of ints, got {document!r:.50}")
         if not np.can_cast(array.dtype, dtype) and not np.array_equal(array, array.astype(dtype)):
