@@ -53,28 +53,27 @@ GROUPS = (
     (
         "Short queues and latency",
         "The same dicts through a queue of 1, 2 and 10; then the time from `yield` to `next` "
-        "while the loop waits for each item, through a queue of 1 and 2.",
+        "while the loop waits for each item.",
         ("queue", "arrival"),
         ("queue",),
     ),
     (
         "Tasks",
         "An `OrderedEnqueuer` and its peers run a function of an index, in order, with two "
-        "workers; four with stragglers, where each 20th task takes 20 times as long.",
+        "workers.",
         ("tasks-tiny", "tasks-batch", "tasks-cpu", "tasks-straggler"),
         ("tasks-tiny", "tasks-batch"),
     ),
     (
         "Samples of a dataset",
-        "torch's `DataLoader`, and `enqueuer.adapters.torch.DataLoader` in its place: alone, and "
-        "beside a training step on the CPU.",
+        "torch's `DataLoader`, and `enqueuer.adapters.torch.DataLoader` in its place.",
         ("loader", "loader-training"),
         (),
     ),
     (
         "Work that takes time",
-        "Work in Python; work that waits 20 ms; and what a step of the loop takes beyond the "
-        "slower of making and using a batch.",
+        "Work in Python; work that waits; and the time of a step beyond the slower of making and "
+        "using a batch.",
         ("cpu", "latency", "overlap"),
         (),
     ),
@@ -156,7 +155,7 @@ def page(everything: dict[str, Any]) -> Iterator[str | Table]:
     )
     losses = list(summary.losses(results))
     if losses:
-        yield "The last section lists the cases in which it loses."
+        yield "See `Where it loses`_."
     yield ""
     failures = summary.Failures.read(_HERE / "README.md")
     yield from ("Failures", "--------", "")
@@ -164,21 +163,18 @@ def page(everything: dict[str, Any]) -> Iterator[str | Table]:
     yield "A loader passes if the loop gets both earlier items, and then, in time, the right error."
     yield ""
     yield Table("failures", "Tests passed", ("loader", "passed"), failures.passed)
-    yield from ("The command was `python benchmarks/failures.py --limit 60`.", failures.about)
-    yield from ("`benchmarks/README.md` shows how each test ended.", "")
     yield from (
+        *(failures.about, ""),
         *("How it was measured", "-------------------", ""),
         f"Measured on {about['date'][:10]}, {box['cpu']}, {box['cores']} cores, a load of "
         f"{box['load'][0]:.1f} before the first case, Python {box['python']}.",
         f"Each run of a case took {about['seconds']} s, and each number is {_of_runs(about)}.",
-        "This command measured it, and wrote this page:",
-        *("", ".. code-block:: sh", "", f"   {about['command']}", ""),
+        f"The command was `{about['command']}`.",
         "Versions: "
         + ", ".join(f"{name} {version}" for name, version in box["versions"].items() if version)
         + ".",
-        "Compare ratios rather than figures: two cores are shared by a worker, the loop and the "
-        "system, and the bandwidth of memory differs from machine to machine.",
-        "`benchmarks/README.md` describes each case, and how the comparison is kept fair; "
+        "Compare ratios rather than figures: the cores are shared, and machines differ.",
+        "`benchmarks/README.md` describes each case and test, and how the comparison is kept fair; "
         "`docs/benchmarks/results.json` has the figures of all cases.",
         "",
     )
@@ -195,10 +191,26 @@ def page(everything: dict[str, Any]) -> Iterator[str | Table]:
                 yield ""
         for case in cases:
             yield _table(case, results[case])
+    yield from _sequences()
     if losses:
         yield from ("Where it loses", "--------------", "")
         title = "The best peer with the same kind of workers is better by over 5 %"
         yield Table("losses", title, ("case", "enqueuer", "best peer"), losses)
+
+
+def _sequences() -> Iterator[str | Table]:
+    day, (header, *rows) = summary.sequences(_HERE / "README.md")
+    alone = header.index("packing alone")
+    rate = {row[0]: float(row[alone].partition(";")[0]) for row in rows}
+    faster = [name for name in rate if rate[name] > rate["enqueuer"]]
+    yield from ("Sequences", "---------", "")
+    yield f"On {day}, two workers made rows of 2048 tokens; Grain ran on a busier machine."
+    if faster:
+        listed = " and ".join(f"`{name}`" for name in faster)
+        yield f"Packing alone, without workers, is slower than with {listed}."
+    yield ""
+    title = "texts to packed rows, millions of useful tokens/s (more is better)"
+    yield Table("sequences", title, header, rows)
 
 
 def _of_runs(about: dict[str, Any]) -> str:
@@ -214,12 +226,14 @@ def pictures(results: report.Results) -> Iterator[tuple[str, str]]:
 
 
 def _table(case: str, rows: dict[str, Any]) -> Table:
-    """Return a table with a line for each contestant, so that it is narrow."""
+    """Return a table with a line for each contestant, or each setting, so that it is narrow."""
     names = [
         name for name in CONTESTANTS if any("median" in c.get(name, {}) for c in rows.values())
     ]
     header = (f"`{case}`", *(row or CASES[case].unit for row in rows))
-    lines = ((name, *(_number(cells.get(name, {})) for cells in rows.values())) for name in names)
+    lines = [(name, *(_number(cells.get(name, {})) for cells in rows.values())) for name in names]
+    if len(names) < len(rows):
+        header, *lines = zip(header, *lines, strict=True)
     return Table(case, f"{CASES[case].title}, {_unit(case)}", header, lines)
 
 

@@ -117,3 +117,11 @@ class Failures:
         about = about[about.index("This was measured") :].partition("\n`hang` means")[0].strip()
         rows = rest.partition("\n```")[0]
         return cls(about, re.findall(r"^(\S.*?)  +.*?(\d of \d)$", rows, re.MULTILINE))
+
+
+def sequences(readme: Path) -> tuple[str, list[list[str]]]:
+    """Return the day and the table of the sequence stages, which the README has, too."""
+    text = readme.read_text(encoding="utf-8").partition("\n## Sequences\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*)\|$", text, re.MULTILINE)
+    day = re.findall(r"\d{4}-\d\d-\d\d", text)[0]
+    return day, [[cell.strip() for cell in row.replace("`", "").split("|")] for row in rows]

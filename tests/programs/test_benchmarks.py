@@ -91,7 +91,8 @@ def test_a_run_writes_a_page_with_pictures_and_the_page_can_be_made_again(tmp_pa
     files = {path: path.read_bytes() for path in tmp_path.glob("benchmarks*/*.*")}
     # Whether there are losses depends on the run.
     assert {path.name for path in files} - {"losses.csv"} == {
-        *("failures.csv", "queue.csv", "queue.svg", "results.json", "tiny.csv", "tiny.svg")
+        *("failures.csv", "queue.csv", "queue.svg", "results.json", "sequences.csv"),
+        *("tiny.csv", "tiny.svg"),
     }
     done = run(tmp_path, program="page.py")
     assert (done.returncode, done.stderr) == (0, "")
