@@ -273,7 +273,10 @@ class Stats:
         return 0.0
 
     def since(self, earlier: Stats) -> Stats:
-        """Return the work between an earlier snapshot of the same run and this one.
+        """Return the work between an earlier snapshot and this one.
+
+        If the earlier one is of another run, that is all of this run: as for a torch `DataLoader`
+        without persistent workers, whose epochs are runs.
 
         Example:
             >>> from enqueuer import GeneratorEnqueuer
@@ -285,6 +288,8 @@ class Stats:
             ...     enqueuer.stats().since(earlier).items
             1
         """
+        if earlier.first_batch_s not in (None, self.first_batch_s):
+            return self
         before = {(worker.index, worker.started): worker for worker in earlier.workers}
         return dataclasses.replace(
             self,
@@ -850,7 +855,8 @@ def _no_more_workers(stats: Stats) -> Advice:
     if stats.useful_workers == 1:
         return Advice(
             "More workers would have no shard of their own: let the generator function take a "
-            f"shard, divide its work by shard.split, and then give more {more}."
+            "shard, and divide its work by shard.split, if it does not yet; then give more "
+            f"{more}."
         )
     return Advice(f"Each of the {stats.useful_workers} shards has a worker: give more {more}.")
 

@@ -268,6 +268,19 @@ def test_the_difference_of_two_is_what_was_between_them(options):
     assert stats.epoch == 1
 
 
+def test_the_difference_to_another_run_is_all_of_this_one(options):
+    enqueuer = GeneratorEnqueuer(twelve, workers=2, **options)
+    with enqueuer:
+        list(enqueuer)
+        list(enqueuer)
+        earlier = enqueuer.stats()
+    with enqueuer:
+        list(enqueuer)
+        stats = enqueuer.stats()
+    assert stats.since(earlier) == stats
+    assert stats.items == 12
+
+
 def test_the_rate_between_two_counts_all_batches_in_between():
     """Of a run the first batch does not count, as the loop's time begins with it."""
     with GeneratorEnqueuer(twelve) as enqueuer:

@@ -482,7 +482,7 @@ def test_shards_that_a_worker_runs_side_by_side_should_be_more_of_them():
     # Each shard would give all again.
     one = dataclasses.replace(found, workers=(some,), useful_workers=1)
     assert find_bottleneck(one).advice.endswith(
-        "divide its work by shard.split, and then give more shards."
+        "divide its work by shard.split, if it does not yet; then give more shards."
     )
     # What computes gets no more of them.
     busy = dataclasses.replace(some, cpu_s=9.0)
