@@ -204,7 +204,7 @@ def _sequences() -> Iterator[str | Table]:
     rate = {row[0]: float(row[alone].partition(";")[0]) for row in rows}
     faster = [name for name in rate if rate[name] > rate["enqueuer"]]
     yield from ("Sequences", "---------", "")
-    yield f"On {day}, two workers made rows of 2048 tokens; Grain ran on a busier machine."
+    yield f"On {day}, two workers made rows of 2048 tokens."
     if faster:
         listed = " and ".join(f"`{name}`" for name in faster)
         yield f"Packing alone, without workers, is slower than with {listed}."

@@ -167,6 +167,21 @@ def test_samples_that_are_fetched_at_once_are_known():
     assert "(now 4)" in found.advice
 
 
+@pytest.mark.parametrize(
+    ("now", "change"), [(1, "concurrency=4"), (4, "num_workers=2"), (64, "num_workers=2")]
+)
+@retry_if_disturbed
+def test_no_more_samples_are_advised_at_once_than_a_batch_has(now, change):
+    """A worker fetches one batch at once."""
+    loader = DataLoader(Slow(0.02), 4, num_workers=1, backend="thread", concurrency=now)
+    list(loader)
+    found = loader.stats().bottleneck()
+    if found.change != change:
+        raise Disturbed(str(loader.stats()))
+    assert change in found.advice
+    assert f"{min(now, 4)} at once" in found.reason
+
+
 # --- set_epoch ---
 
 

@@ -33,6 +33,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::enqueuer.EmptyEpochWarning"),  # some are empty
     pytest.mark.timeout(120 * ROUNDS),
     pytest.mark.filterwarnings("ignore:max_restarts has no effect with threads"),
+    # Their source names global generators, from which it draws in processes only.
+    pytest.mark.filterwarnings("ignore:all threads draw"),
 ]
 
 BACKENDS = [{"backend": "thread"}, {"backend": Processes(start_method="fork")}]

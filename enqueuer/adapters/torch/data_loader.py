@@ -70,8 +70,24 @@ class LoaderStats(Stats):
 
     def bottleneck(self) -> Bottleneck:
         """Find the cause for which the loop waits, and a change that would help."""
-        found = super().bottleneck()
+        found = self._within_a_batch(super().bottleneck())
         advice, change = self._in_arguments(found.advice), self._in_arguments(found.change)
+        return dataclasses.replace(found, advice=advice, change=change)
+
+    def _within_a_batch(self, found: Bottleneck) -> Bottleneck:
+        """Advise no more samples at once than a batch has, as a worker fetches one batch at once.
+
+        With a batch sampler, that is not known, and taken for 1.
+        """
+        name, _, number = found.change.partition("=")
+        if name != "concurrency" or int(number) <= self.elements:
+            return found
+        now, count = self.workers[0].concurrency, len(self.workers)
+        if now < self.elements:
+            change, text = f"concurrency={self.elements}", f"(now {now}), all of a batch"
+        else:
+            change, text = f"workers={2 * count}", f"(now {count}), or use larger batches"
+        advice = f"The samples mostly wait, so let more be fetched at once: {change} {text}."
         return dataclasses.replace(found, advice=advice, change=change)
 
     def _in_arguments(self, text: str) -> str:
@@ -340,7 +356,8 @@ class DataLoader(_DataLoader):
             raise InvalidState("no iteration had workers that could have statistics")
         stats = enqueuer.stats()
         # The enqueuer does not know of the samples.
-        workers = [dataclasses.replace(w, concurrency=self.concurrency) for w in stats.workers]
+        at_once = min(self.concurrency, self.batch_size or self.concurrency)
+        workers = [dataclasses.replace(w, concurrency=at_once) for w in stats.workers]
         facts = vars(stats) | {"workers": tuple(workers), "elements": self.batch_size or 1}
         return LoaderStats(**facts)
 
