@@ -14,8 +14,8 @@ import reading_cost
 import enqueuer
 
 # Of the whole package.
-MOST_CODE_LINES = 22019
-MOST_TOKENS = 189946
+MOST_CODE_LINES = 22017
+MOST_TOKENS = 189930
 MOST_FILES = 116
 MOST_FORWARDING_METHODS = 23
 # In which a reader must think of signal handlers; elsewhere the design page's rules do.

@@ -79,20 +79,18 @@ class LoaderStats(Stats):
 
         With a batch sampler, that is not known, and taken for 1.
         """
-        name, _, number = found.change.partition("=")
-        if name != "concurrency" or int(number) <= self.elements:
-            return found
-        now, count = self.workers[0].concurrency, len(self.workers)
-        if now < self.elements:
-            change, text = f"concurrency={self.elements}", f"(now {now}), all of a batch"
-        else:
-            change, text = f"workers={2 * count}", f"(now {count}), or use larger batches"
-        advice = f"The samples mostly wait, so let more be fetched at once: {change} {text}."
-        return dataclasses.replace(found, advice=advice, change=change)
+        count = len(self.workers)
+        if found.change.startswith("concurrency=") and self.workers[0].concurrency >= self.elements:
+            change = f"workers={2 * count}"
+            advice = f"The samples mostly wait: {change} (now {count}), or larger batches."
+            return dataclasses.replace(found, advice=advice, change=change)
+        return found
 
     def _in_arguments(self, text: str) -> str:
         for option, argument in _ARGUMENTS:
             text = re.sub(option, argument, text)
+        most = self.elements
+        text = re.sub(r"\bconcurrency=(\d+)", lambda n: f"concurrency={min(int(n[1]), most)}", text)
         # Each worker has one batch beside those in the queue.
         ahead = math.ceil(4 * self.max_queue_size / len(self.workers)) + 1 if self.workers else 0
         return re.sub(r"max_queue_size=\d+(?: instead of \d+)?", f"prefetch_factor={ahead}", text)
